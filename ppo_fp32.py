@@ -1,0 +1,491 @@
+"""PPO for continuous control in FP32: the reference. `diff ppo_fp32.py ppo_fp16.py` shows what half precision takes.
+
+Parameters, activations, gradients, Adam states and rollout are FP32. The algorithm and its defaults are CleanRL's
+ppo_continuous_action.py, with time limits bootstrapped, statistics saved with the model, and deterministic evaluations.
+
+    python ppo_fp32.py --env-id HalfCheetah-v5 --seed 1        # then: tensorboard --logdir runs
+"""
+
+import csv
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]  # name of this experiment
+    seed: int = 1  # seed of the experiment
+    torch_deterministic: bool = True  # set `torch.backends.cudnn.deterministic`
+    cuda: bool = True  # train on the GPU if there is one
+    compile: bool = True  # torch.compile the loss on the CPU, where there is a C++ compiler and the run is long enough to gain
+    capture_video: bool = False  # record episodes of the first training environment into the run's folder
+    save_model: bool = True  # save the model and its normalisation statistics into the run's folder
+    runs_dir: str = "runs"  # folder that holds the folders of all runs
+    run_name: str = ""  # name of this run's folder (default: {env_id}__{exp_name}__{seed}__{time})
+    eval_every: int = 10  # iterations between deterministic evaluations (there is one before the first and one after the last)
+    eval_episodes: int = 10  # episodes of each evaluation
+
+    env_id: str = "HalfCheetah-v5"  # id of the environment
+    total_timesteps: int = 512_000  # environment steps of the whole run
+    learning_rate: float = 3e-4  # learning rate of the optimizer
+    num_envs: int = 1  # number of parallel environments
+    num_steps: int = 2048  # steps of each environment in a rollout
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of the generalised advantage estimation
+    num_minibatches: int = 32  # minibatches in a rollout
+    update_epochs: int = 10  # passes over a rollout
+    norm_adv: bool = True  # normalise the advantages of each minibatch
+    clip_coef: float = 0.2  # clipping coefficient of the surrogate objective
+    clip_vloss: bool = True  # clip the value loss too
+    ent_coef: float = 0.0  # coefficient of the entropy
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # global gradient norm above which gradients are scaled down to it
+    target_kl: float | None = None  # end an iteration's updates at the epoch whose KL divergence exceeds this
+
+    def __post_init__(self):
+        self.batch_size = self.num_envs * self.num_steps
+        self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
+        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+        self.run_name = self.run_name or f"{self.env_id}__{self.exp_name}__{self.seed}__{int(time.time())}".replace("/", "-")
+        self.run_dir = os.path.join(self.runs_dir, self.run_name)
+
+
+def fail(message):
+    """Prints one line and exits with status 2, which is how a bad argument ends a run before any work."""
+    print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(args):
+    """Ends the program through `fail` if an argument cannot be trained with; creates the run's folder if all can."""
+    at_least_1 = "total_timesteps num_envs num_steps num_minibatches update_epochs eval_every eval_episodes"
+    for names, valid, meaning in (
+        (at_least_1, lambda x: x >= 1, "at least 1"),
+        ("learning_rate max_grad_norm", lambda x: 0 < x < math.inf, "positive and finite"),
+        ("ent_coef vf_coef", lambda x: 0 <= x < math.inf, "zero or more and finite"),
+        ("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1"),
+        ("clip_coef", lambda x: 0 < x < 1, "between 0 and 1, exclusive"),
+        ("target_kl", lambda x: x is None or 0 < x < math.inf, "positive and finite, or left out"),
+        ("seed", lambda x: 0 <= x < 2**32, "between 0 and 4294967295"),
+    ):
+        for name in names.split():
+            if not valid(getattr(args, name)):
+                fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {meaning}")
+    if args.batch_size % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {args.batch_size}")
+    if args.norm_adv and args.minibatch_size < 2:
+        fail("--num-minibatches leaves one sample a minibatch, which --norm-adv cannot normalise; lower it or use --no-norm-adv")
+    if args.num_iterations < 1:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {args.batch_size}")
+    if "--cuda" in sys.argv and not torch.cuda.is_available():
+        fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
+    try:
+        env = make_env(args)
+    except (gym.error.Error, ImportError) as error:
+        fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
+    if not isinstance(env.action_space, gym.spaces.Box) or not isinstance(env.observation_space, gym.spaces.Box):
+        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose one with Box observations and actions")
+    env.close()
+    try:
+        os.makedirs(args.run_dir)
+    except FileExistsError:
+        fail(f"--run-name: {args.run_dir} exists already; choose another name or remove it")
+    except OSError as error:
+        fail(f"--runs-dir {args.runs_dir}: cannot create {args.run_dir} ({error.strerror}); choose a folder you can write to")
+
+
+def make_env(args, record=False):
+    """One environment, with CleanRL's wrappers; observations and rewards are normalised outside, by `Normalizer`."""
+    env = gym.make(args.env_id, render_mode="rgb_array" if record else None)
+    if record:
+        env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos"))
+    if isinstance(env.observation_space, gym.spaces.Box):
+        env = gym.wrappers.FlattenObservation(env)
+    env = gym.wrappers.RecordEpisodeStatistics(env)  # inside the vector environment: outside it loses episodes
+    return gym.wrappers.ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
+
+
+class RunningMeanVar:
+    """Mean and variance of all values seen, one by one (Welford 1962), from the start that Gymnasium's wrappers have."""
+
+    def __init__(self, mean, var):
+        self.mean, self.var, self.count = mean, var, 1e-4
+
+    def update(self, value):
+        self.count += 1
+        delta = value - self.mean
+        self.mean = self.mean + delta / self.count
+        self.var = self.var + (delta * (value - self.mean) - self.var) / self.count
+
+
+class Normalizer:
+    """Running normalisation of observations and rewards, clipped to +-10; parallel environments share the statistics."""
+
+    def __init__(self, obs_dim, num_envs=1, gamma=0.99):
+        self.obs = RunningMeanVar(np.zeros(obs_dim), np.ones(obs_dim))
+        self.returns = RunningMeanVar(0.0, 1.0)
+        self.discounted_returns = [0.0] * num_envs
+        self.gamma = gamma
+
+    def normalize(self, obs):
+        """obs (..., obs_dim), normalised by the statistics as they are: all that evaluations and final observations use."""
+        return np.minimum(np.maximum((obs - self.obs.mean) / np.sqrt(self.obs.var + 1e-8), -10), 10)
+
+    def observe(self, obs):
+        """One observation (obs_dim,), taken into the statistics and normalised by them."""
+        self.obs.update(obs)
+        return self.normalize(obs)
+
+    def reward(self, reward, done, env):
+        """One reward of one environment, over the running standard deviation of its discounted return."""
+        discounted_return = self.discounted_returns[env] * self.gamma + reward
+        self.returns.update(discounted_return)
+        self.discounted_returns[env] = 0.0 if done else discounted_return
+        return min(max(reward / math.sqrt(self.returns.var + 1e-8), -10.0), 10.0)
+
+
+def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    """A diagonal Gaussian policy and a value function, in separate networks; log_std does not depend on the observation."""
+
+    def __init__(self, obs_dim, action_dim, width=64):
+        super().__init__()
+        self.critic = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, width)),
+            nn.Tanh(),
+            layer_init(nn.Linear(width, width)),
+            nn.Tanh(),
+            layer_init(nn.Linear(width, 1), std=1.0),
+        )
+        self.actor_mean = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, width)),
+            nn.Tanh(),
+            layer_init(nn.Linear(width, width)),
+            nn.Tanh(),
+            layer_init(nn.Linear(width, action_dim), std=0.01),
+        )
+        self.log_std = nn.Parameter(torch.zeros(action_dim))
+
+    def mean(self, obs):
+        return forward(self.actor_mean, obs)
+
+    def value(self, obs):
+        return forward(self.critic, obs).squeeze(-1)
+
+
+def forward(network, x):
+    """network(x), without what nn.Module's calls add: for a single observation that is more than the arithmetic."""
+    for layer in network:
+        x = layer.forward(x)
+    return x
+
+
+def flatten(agent):
+    """Moves the parameters into one flat vector, of which each becomes a view; to an optimizer it is a single tensor."""
+    parameters = list(agent.parameters())
+    theta = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    for parameter, view in zip(parameters, theta.detach().split([parameter.numel() for parameter in parameters])):
+        parameter.data = view.view_as(parameter)
+    return theta
+
+
+def log_prob(action, mean, log_std):
+    """Log-density (batch,) of actions (batch, action_dim) under a diagonal Gaussian."""
+    z = (action - mean) * torch.exp(-log_std)
+    return (-0.5 * z * z - log_std - 0.5 * math.log(2 * math.pi)).sum(1)
+
+
+@torch.no_grad()
+def rollout(agent, envs, normalizer, next_obs, args):
+    """Runs the policy for num_steps steps of each environment.
+
+    next_obs: the normalised observations (num_envs, obs_dim) to start from, and on return those to go on from. Returns the
+    batch, a dict of tensors of num_steps * num_envs rows, and the finished episodes as (step, return, length).
+    """
+    device, dtype = agent.log_std.device, agent.log_std.dtype
+    shape, action_dim, action_shape = (args.num_steps, args.num_envs), len(agent.log_std), envs[0].action_space.shape
+    obs = torch.zeros(*shape, next_obs.shape[1], dtype=dtype, device=device)
+    means, actions = (torch.zeros(*shape, action_dim, dtype=dtype, device=device) for _ in range(2))
+    rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
+    noise = torch.exp(agent.log_std) * torch.randn(*shape, action_dim, dtype=dtype, device=device)
+    final_obs, episodes = [], []  # final_obs: (step, env, observation) where the time limit cut an episode
+
+    for step, (obs_t, mean_t, action_t, noise_t) in enumerate(zip(obs, means, actions, noise)):
+        obs_t.copy_(torch.from_numpy(next_obs))
+        mean_t.copy_(agent.mean(obs_t))
+        torch.add(mean_t, noise_t, out=action_t)
+        env_actions = action_t.float().cpu().numpy().reshape(-1, *action_shape)
+        for i, (env, action) in enumerate(zip(envs, env_actions)):
+            next_ob, reward, terminated, truncated, info = env.step(action)
+            if terminated or truncated:
+                episodes.append((step, info["episode"]["r"], info["episode"]["l"]))
+                if not terminated:
+                    final_obs.append((step, i, normalizer.normalize(next_ob)))
+                next_ob, _ = env.reset()  # at once, so that every row of a rollout is a real transition
+                dones[step, i] = True
+            next_obs[i] = normalizer.observe(next_ob)
+            rewards[step, i] = normalizer.reward(reward, terminated or truncated, i)
+
+    # V(s_{t+1}): of the next row within an episode, 0 after a failure, V(final observation) after a time limit
+    values = agent.value(obs)
+    next_values = torch.cat([values[1:], agent.value(torch.from_numpy(next_obs).to(obs))[None]])
+    next_values[dones] = 0
+    if final_obs:
+        steps, env_ids, last = zip(*final_obs)
+        next_values[steps, env_ids] = agent.value(torch.from_numpy(np.stack(last)).to(obs))
+    advantages, returns = compute_gae(rewards, values.cpu(), next_values.cpu(), dones, args.gamma, args.gae_lambda)
+    batch = dict(obs=obs, actions=actions, values=values, advantages=advantages.to(device), returns=returns.to(device))
+    batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
+    batch["log_probs"] = log_prob(batch["actions"], means.flatten(0, 1), agent.log_std)
+    return batch, episodes
+
+
+def compute_gae(rewards, values, next_values, dones, gamma, gae_lambda):
+    """Generalised advantage estimation (Schulman et al. 2016): advantages and returns.
+
+    All arguments and results are (num_steps, num_envs). next_values[t] is the value of the state that step t led to, 0 if it
+    ended the episode by failure; dones[t] says whether the episode ended at step t, by failure or by time limit. The recurrence,
+    one number per environment, is FP32 whatever the dtype of the rest.
+    """
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    advantage = torch.zeros(rewards.shape[1])
+    rows = zip(*(tensor.unbind() for tensor in (rewards, values, next_values, dones, advantages, returns)))
+    for reward, value, next_value, done, advantage_t, return_t in reversed(list(rows)):
+        delta = torch.add(reward.float(), next_value, alpha=gamma) - value
+        advantage = torch.where(done, delta, torch.add(delta, advantage, alpha=gamma * gae_lambda))
+        advantage_t.copy_(advantage)
+        torch.add(advantage, value, out=return_t)
+    return advantages, returns
+
+
+def ppo_loss(agent, minibatch, args):
+    """PPO's loss of a minibatch (a scalar to differentiate) and its metrics (a dict of detached scalars)."""
+    value = agent.value(minibatch["obs"])
+    advantages, returns = minibatch["advantages"], minibatch["returns"]
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+    log_ratio = log_prob(minibatch["actions"], agent.mean(minibatch["obs"]), agent.log_std) - minibatch["log_probs"]
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+
+    value_loss = (value - returns).square()
+    if args.clip_vloss:
+        clipped_value = minibatch["values"] + (value - minibatch["values"]).clamp(-args.clip_coef, args.clip_coef)
+        value_loss = torch.max(value_loss, (clipped_value - returns).square())
+    value_loss = 0.5 * value_loss.mean()
+
+    entropy = (agent.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    metrics = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/approx_kl": ((ratio - 1) - log_ratio).mean(),
+        "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
+    }
+    return loss, {name: metric.detach() for name, metric in metrics.items()}
+
+
+def ppo_gradient(agent, minibatch, args):
+    """The gradient of PPO's loss with respect to the flat parameters, and its metrics: what torch.compile is given."""
+    loss, metrics = ppo_loss(agent, minibatch, args)
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(agent.parameters()))]), metrics
+
+
+def update_minibatch(agent, optimizer, minibatch, args, gradient_function=ppo_gradient):
+    """One complete update: loss, gradient, global norm, clipping, optimizer. Returns the metrics, without synchronising.
+
+    minibatch: rows of the batch that `rollout` returns. A gradient that is not finite skips the update and is counted.
+    """
+    theta = optimizer.param_groups[0]["params"][0]
+    theta.grad, metrics = gradient_function(agent, minibatch, args)
+    grad_norm = nn.utils.clip_grad_norm_(theta, args.max_grad_norm)
+    optimizer.found_inf = (~grad_norm.isfinite()).float()  # the fused Adam leaves everything as it is where this is 1
+    optimizer.step()
+    metrics["numerics/grad_norm"] = grad_norm
+    metrics["numerics/grad_norm_clipped"] = grad_norm.clamp(max=args.max_grad_norm)
+    metrics["numerics/skipped_updates"] = optimizer.found_inf
+    return metrics
+
+
+def grid_metrics(optimizer, before):
+    """What the number format took from one update. before: a copy of the flat parameters from before it."""
+    theta = optimizer.param_groups[0]["params"][0]
+    pending = optimizer.state[theta]["exp_avg"] != 0  # Adam moves these, if the grid lets it
+    second_moment = optimizer.state[theta]["exp_avg_sq"]
+    return {
+        "numerics/swallowed_updates": ((pending & (theta == before)).sum() / pending.sum().clamp(min=1)).item(),
+        "numerics/zero_second_moments": (second_moment == 0).float().mean().item(),
+    }
+
+
+@torch.no_grad()
+def evaluate(agent, normalizer, args, episodes):
+    """Returns (episodes,) of as many episodes of the mean action, each from its own seed, with frozen normalisation statistics."""
+    envs = [make_env(args) for _ in range(episodes)]
+    obs = np.stack([env.reset(seed=args.seed + 10_000 + i)[0] for i, env in enumerate(envs)])
+    returns, running = np.zeros(episodes), list(range(episodes))
+    while running:
+        mean = agent.mean(torch.as_tensor(normalizer.normalize(obs)).to(agent.log_std))
+        actions = mean.float().cpu().numpy().reshape(episodes, *envs[0].action_space.shape)
+        for i in running.copy():
+            obs[i], reward, terminated, truncated, _ = envs[i].step(actions[i])
+            returns[i] += reward
+            if terminated or truncated:
+                running.remove(i)
+                envs[i].close()
+    return returns
+
+
+def save_model(path, agent, normalizer):
+    statistics = dict(mean=torch.as_tensor(normalizer.obs.mean), var=torch.as_tensor(normalizer.obs.var), count=normalizer.obs.count)
+    torch.save(dict(agent=agent.state_dict(), obs_statistics=statistics), path)
+
+
+def load_model(path):
+    """The agent, on the CPU, and the normalizer with the training statistics, from a saved model.pt."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    weights = saved["agent"]
+    agent = Agent(weights["actor_mean.0.weight"].shape[1], len(weights["log_std"]), len(weights["actor_mean.0.bias"]))
+    agent.to(weights["log_std"].dtype).load_state_dict(weights)
+    normalizer = Normalizer(weights["actor_mean.0.weight"].shape[1])
+    normalizer.obs.mean, normalizer.obs.var = (saved["obs_statistics"][name].numpy() for name in ("mean", "var"))
+    normalizer.obs.count = saved["obs_statistics"]["count"]
+    return agent, normalizer
+
+
+def compile_pays(args, device):
+    """Whether the run has enough updates to win back the compiler's half a minute, on a CPU with a C++ compiler."""
+    updates = args.num_iterations * args.update_epochs * args.num_minibatches
+    return args.compile and device.type == "cpu" and updates >= 20_000 and any(map(shutil.which, ("g++", "clang++", "c++")))
+
+
+def describe(args, device):
+    """The arguments, and what else a run needs to be repeated."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
+    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, gymnasium=gym.__version__)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return dict(asdict(args), device=f"{device.type} ({name})", versions=versions, commit=commit or None)
+
+
+def main(args):
+    check(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # networks this small lose more to a second thread than they gain
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    with open(os.path.join(args.run_dir, "args.json"), "w") as file:
+        json.dump(describe(args, device), file, indent=1)
+    writer = SummaryWriter(args.run_dir)
+    writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items()))
+
+    envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
+    obs_dim, action_dim = envs[0].observation_space.shape[0], math.prod(envs[0].action_space.shape)
+    agent = Agent(obs_dim, action_dim).to(device)
+    optimizer = torch.optim.Adam([flatten(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
+    normalizer = Normalizer(obs_dim, args.num_envs, args.gamma)
+    gradient_function = ppo_gradient
+    if compile_pays(args, device):
+        torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
+        torch._dynamo.config.trace_autograd_ops = True  # forward and backward in one graph
+        gradient_function = torch.compile(ppo_gradient)
+    print(f"{args.run_dir}: training on {device}, {'compiled' if gradient_function is not ppo_gradient else 'eager'}")
+
+    eval_file = open(os.path.join(args.run_dir, "eval.csv"), "w", newline="")
+    eval_csv = csv.writer(eval_file)
+    eval_csv.writerow(["global_step", "mean_return", "std_return", "episodes"])
+
+    def log_evaluation(global_step):
+        returns = evaluate(agent, normalizer, args, args.eval_episodes)
+        eval_csv.writerow([global_step, returns.mean(), returns.std(), len(returns)])
+        eval_file.flush()
+        writer.add_scalar("eval/mean_return", returns.mean(), global_step)
+        return returns.mean()
+
+    interrupted = []
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
+    next_obs = np.stack([normalizer.observe(env.reset(seed=args.seed + i)[0]) for i, env in enumerate(envs)])
+    status = dict(eval=log_evaluation(0))
+    progress = tqdm(range(1, args.num_iterations + 1), unit="iteration")
+    for iteration in progress:
+        if args.anneal_lr:
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+        start = time.perf_counter()
+        batch, episodes = rollout(agent, envs, normalizer, next_obs, args)
+        rollout_time = time.perf_counter() - start
+
+        metrics = []
+        for _ in range(args.update_epochs):
+            permutation = torch.randperm(args.batch_size, device=device)
+            shuffled = {name: tensor[permutation] for name, tensor in batch.items()}
+            for end in range(args.minibatch_size, args.batch_size + 1, args.minibatch_size):
+                if end == args.batch_size:
+                    before = optimizer.param_groups[0]["params"][0].detach().clone()
+                minibatch = {name: tensor[end - args.minibatch_size : end] for name, tensor in shuffled.items()}
+                metrics.append(update_minibatch(agent, optimizer, minibatch, args, gradient_function))
+            if args.target_kl is not None and metrics[-1]["losses/approx_kl"] > args.target_kl:
+                break
+        metrics = {name: torch.stack([metric[name] for metric in metrics]).float().cpu() for name in metrics[0]}
+        seconds = time.perf_counter() - start
+
+        global_step = iteration * args.batch_size
+        for step, episode_return, length in episodes:
+            episode_step = global_step - args.batch_size + (step + 1) * args.num_envs
+            writer.add_scalar("charts/episodic_return", episode_return, episode_step)
+            writer.add_scalar("charts/episodic_length", length, episode_step)
+            status["return"] = episode_return
+        scalars = {name: values.mean().item() for name, values in metrics.items()}
+        scalars["numerics/skipped_updates"] = metrics["numerics/skipped_updates"].sum().item()
+        scalars |= grid_metrics(optimizer, before)
+        scalars["losses/explained_variance"] = (1 - (batch["returns"] - batch["values"]).var() / batch["returns"].var()).item()
+        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        scalars["charts/SPS"] = args.batch_size / seconds
+        scalars["time/rollout_s"], scalars["time/update_s"] = rollout_time, seconds - rollout_time
+        for name, scalar in scalars.items():
+            writer.add_scalar(name, scalar, global_step)
+        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
+            status["eval"] = log_evaluation(global_step)
+        progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()} | {"SPS": f"{args.batch_size / seconds:.0f}"})
+        if interrupted:
+            progress.write(f"interrupted after {global_step} steps; what was learned is kept in {args.run_dir}")
+            break
+
+    if args.save_model:
+        save_model(os.path.join(args.run_dir, "model.pt"), agent, normalizer)
+    for env in envs:
+        env.close()
+    writer.close()
+    eval_file.close()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,44 @@
+"""Learning quality (paper, section 4.3): FP32, AMP-FP16, AMP-BF16 and PPO-FP16 on six tasks, five seeds, 512,000 steps.
+
+The runs go seed by seed over all tasks and methods, so that what is finished is always a fair comparison.
+
+    python studies/learning.py --workers 2                                          # all, continuing what is there
+    python studies/learning.py --env-ids HalfCheetah-v5 Hopper-v5 --seeds 1 2 3     # the part that the README shows first
+"""
+
+from dataclasses import dataclass
+
+import tyro
+from runner import Run, run_study
+
+METHODS = {
+    "FP32": ("ppo_fp32.py", ()),
+    "AMP-FP16": ("ppo_amp.py", ("--amp-dtype", "float16")),
+    "AMP-BF16": ("ppo_amp.py", ("--amp-dtype", "bfloat16")),
+    "PPO-FP16": ("ppo_fp16.py", ()),
+}
+
+
+@dataclass
+class Args:
+    env_ids: tuple[str, ...] = (
+        "HalfCheetah-v5",
+        "Hopper-v5",
+        "Walker2d-v5",
+        "Humanoid-v5",
+        "InvertedDoublePendulum-v5",
+        "Swimmer-v5",
+    )  # tasks
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # seeds
+    workers: int = 2  # runs at a time; one core each
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    runs = [
+        Run(method, trainer, flags, env_id, seed)
+        for seed in args.seeds
+        for env_id in args.env_ids
+        for method, (trainer, flags) in METHODS.items()
+    ]
+    run_study("learning", runs, args.workers)
