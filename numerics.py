@@ -88,9 +88,9 @@ class _GaussianLogRatio(torch.autograd.Function):
 def sampling_correction(action, mean, log_std, stored_mean, stored_log_std):
     """c = Q(L0 - L~0) (paper, section 3.2): subtracted from a log-ratio, it restores the sampling-time reference.
 
-    action, stored_mean: (batch, D), stored_log_std: (D,): the rollout as stored, in 16 bits. mean: (batch, D), log_std: (D,): what
-    the action was really drawn from, in any floating dtype. Both log-densities are taken in FP32. Returns (batch,) in the
-    dtype of stored_mean, rounded once; exactly 0 where the stored policy is the one that acted.
+    action, stored_mean: (batch, D), stored_log_std: (D,): the rollout as stored, in 16 bits. mean: (batch, D), log_std: (D,):
+    what the action was really drawn from, in any floating dtype. Both log-densities are taken in FP32. Returns (batch,) in
+    the dtype of stored_mean, rounded once; exactly 0 where the stored policy is the one that acted.
     """
 
     def log_density(mean, log_std):

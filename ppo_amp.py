@@ -1,7 +1,9 @@
 """PPO for continuous control in automatic mixed precision. `diff ppo_fp32.py ppo_amp.py` shows what it takes.
 
-Parameters (the master copy), Adam states and rollout are FP32, the networks run in FP16 or BF16. The algorithm and its defaults are CleanRL's
-ppo_continuous_action.py, with time limits bootstrapped, statistics saved with the model, and deterministic evaluations.
+Parameters (the master copy), Adam states and rollout are FP32; the networks run in FP16, with a scaled loss, or in BF16.
+
+The algorithm and its defaults are those of CleanRL's ppo_continuous_action.py; but time limits are bootstrapped, the observation
+statistics are saved with the model, and evaluations are deterministic.
 
     python ppo_amp.py --env-id HalfCheetah-v5 --seed 1        # then: tensorboard --logdir runs
 """
@@ -104,7 +106,7 @@ def check(args):
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
     if not isinstance(env.action_space, gym.spaces.Box) or not isinstance(env.observation_space, gym.spaces.Box):
-        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose one with Box observations and actions")
+        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose a task where both are a Box")
     env.close()
     try:
         os.makedirs(args.run_dir)
@@ -119,7 +121,7 @@ def make_env(args, record=False):
     env = gym.make(args.env_id, render_mode="rgb_array" if record else None)
     if record:
         env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos"))
-    if isinstance(env.observation_space, gym.spaces.Box):
+    if len(env.observation_space.shape or ()) > 1:
         env = gym.wrappers.FlattenObservation(env)
     env = gym.wrappers.RecordEpisodeStatistics(env)  # inside the vector environment: outside it loses episodes
     return gym.wrappers.ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
@@ -237,10 +239,11 @@ def rollout(agent, envs, normalizer, next_obs, args):
     means, actions = (torch.zeros(*shape, action_dim, dtype=dtype, device=device) for _ in range(2))
     rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
     noise = torch.exp(agent.log_std) * torch.randn(*shape, action_dim, dtype=dtype, device=device)
+    env_obs = torch.from_numpy(next_obs)  # shares its memory
     final_obs, episodes = [], []  # final_obs: (step, env, observation) where the time limit cut an episode
 
     for step, (obs_t, mean_t, action_t, noise_t) in enumerate(zip(obs, means, actions, noise)):
-        obs_t.copy_(torch.from_numpy(next_obs))
+        obs_t.copy_(env_obs)
         mean_t.copy_(agent.mean(obs_t))
         torch.add(mean_t, noise_t, out=action_t)
         env_actions = action_t.float().cpu().numpy().reshape(-1, *action_shape)
@@ -257,7 +260,7 @@ def rollout(agent, envs, normalizer, next_obs, args):
 
     # V(s_{t+1}): of the next row within an episode, 0 after a failure, V(final observation) after a time limit
     values = agent.value(obs)
-    next_values = torch.cat([values[1:], agent.value(torch.from_numpy(next_obs).to(obs))[None]])
+    next_values = torch.cat([values[1:], agent.value(env_obs.to(obs))[None]])
     next_values[dones] = 0
     if final_obs:
         steps, env_ids, last = zip(*final_obs)
@@ -318,31 +321,30 @@ def ppo_loss(agent, minibatch, args):
 
 
 def ppo_gradient(agent, minibatch, args, loss_scale):
-    """The gradient of PPO's loss with respect to the flat parameters, and its metrics: what torch.compile is given."""
+    """The gradient of PPO's loss in the flat parameters, the scalar to clip it with, the metrics: what torch.compile is given."""
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss = loss * loss_scale  # AMP: keeps small gradients out of FP16's subnormals
-    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(agent.parameters()))]), metrics
+    gradient = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(agent.parameters()))])
+    metrics["numerics/grad_norm"] = grad_norm = gradient.norm() / loss_scale
+    clip_coef = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
+    return gradient, clip_coef, metrics
 
 
 def update_minibatch(agent, optimizer, scaler, minibatch, args, gradient_function=ppo_gradient):
     """One complete update: loss, gradient, global norm, clipping, optimizer. Returns the metrics, without synchronising.
 
-    minibatch: rows of the batch that `rollout` returns. A gradient that is not finite skips the update and is counted.
+    minibatch: rows of the batch that `rollout` returns. A gradient that is not finite changes nothing.
     """
     theta = optimizer.param_groups[0]["params"][0]
     # AMP: the loss is scaled, the gradient unscaled before it is clipped
     loss_scale = scaler.scale(torch.ones((), device=theta.device))
-    theta.grad, metrics = gradient_function(agent, minibatch, args, loss_scale)
+    theta.grad, clip_coef, metrics = gradient_function(agent, minibatch, args, loss_scale)
     scaler.unscale_(optimizer)
-    grad_norm = nn.utils.clip_grad_norm_(theta, args.max_grad_norm)
-    if not scaler.is_enabled():  # AMP: a GradScaler in use skips what is not finite itself
-        optimizer.found_inf = (~grad_norm.isfinite()).float()  # the fused Adam leaves everything as it is where this is 1
+    theta.grad *= clip_coef
+    optimizer.found_inf = (~metrics["numerics/grad_norm"].isfinite()).float()  # where this is 1, fused Adam changes nothing
     scaler.step(optimizer)
     scaler.update()
     metrics["numerics/loss_scale"] = loss_scale
-    metrics["numerics/grad_norm"] = grad_norm
-    metrics["numerics/grad_norm_clipped"] = grad_norm.clamp(max=args.max_grad_norm)
-    metrics["numerics/skipped_updates"] = (~grad_norm.isfinite()).float()
     return metrics
 
 
@@ -359,7 +361,7 @@ def grid_metrics(optimizer, before):
 
 @torch.no_grad()
 def evaluate(agent, normalizer, args, episodes):
-    """Returns (episodes,) of as many episodes of the mean action, each from its own seed, with frozen normalisation statistics."""
+    """The returns (episodes,) of the mean action, each episode from its own seed, with the normalisation statistics frozen."""
     envs = [make_env(args) for _ in range(episodes)]
     obs = np.stack([env.reset(seed=args.seed + 10_000 + i)[0] for i, env in enumerate(envs)])
     returns, running = np.zeros(episodes), list(range(episodes))
@@ -376,7 +378,7 @@ def evaluate(agent, normalizer, args, episodes):
 
 
 def save_model(path, agent, normalizer):
-    statistics = dict(mean=torch.as_tensor(normalizer.obs.mean), var=torch.as_tensor(normalizer.obs.var), count=normalizer.obs.count)
+    statistics = {name: torch.as_tensor(value) for name, value in vars(normalizer.obs).items()}
     amp_dtype = str(agent.amp_dtype).removeprefix("torch.")
     torch.save(dict(agent=agent.state_dict(), obs_statistics=statistics, amp_dtype=amp_dtype), path)
 
@@ -385,11 +387,11 @@ def load_model(path):
     """The agent, on the CPU, and the normalizer with the training statistics, from a saved model.pt."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     weights = saved["agent"]
-    agent = Agent(weights["actor_mean.0.weight"].shape[1], len(weights["log_std"]), len(weights["actor_mean.0.bias"]), saved["amp_dtype"])
+    width, obs_dim = weights["actor_mean.0.weight"].shape
+    agent = Agent(obs_dim, len(weights["log_std"]), width, saved["amp_dtype"])
     agent.to(weights["log_std"].dtype).load_state_dict(weights)
-    normalizer = Normalizer(weights["actor_mean.0.weight"].shape[1])
-    normalizer.obs.mean, normalizer.obs.var = (saved["obs_statistics"][name].numpy() for name in ("mean", "var"))
-    normalizer.obs.count = saved["obs_statistics"]["count"]
+    normalizer = Normalizer(obs_dim)
+    vars(normalizer.obs).update({name: value.numpy() for name, value in saved["obs_statistics"].items()})
     return agent, normalizer
 
 
@@ -479,7 +481,9 @@ def main(args):
             writer.add_scalar("charts/episodic_length", length, episode_step)
             status["return"] = episode_return
         scalars = {name: values.mean().item() for name, values in metrics.items()}
-        scalars["numerics/skipped_updates"] = metrics["numerics/skipped_updates"].sum().item()
+        norms = metrics["numerics/grad_norm"]
+        scalars["numerics/grad_norm_clipped"] = norms.clamp(max=args.max_grad_norm).mean().item()
+        scalars["numerics/skipped_updates"] = (~norms.isfinite()).sum().item()
         scalars |= grid_metrics(optimizer, before)
         scalars["losses/explained_variance"] = (1 - (batch["returns"] - batch["values"]).var() / batch["returns"].var()).item()
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
@@ -489,7 +493,8 @@ def main(args):
             writer.add_scalar(name, scalar, global_step)
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             status["eval"] = log_evaluation(global_step)
-        progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()} | {"SPS": f"{args.batch_size / seconds:.0f}"})
+        status["SPS"] = args.batch_size / seconds
+        progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()})
         if interrupted:
             progress.write(f"interrupted after {global_step} steps; what was learned is kept in {args.run_dir}")
             break

@@ -1,8 +1,10 @@
 """PPO for continuous control in FP16, without an FP32 copy of anything: PPO-FP16 (Wu and Chen, arXiv 2610.13306).
 
-Parameters, activations, gradients, optimizer states and rollout are FP16; `diff ppo_fp32.py ppo_fp16.py` shows what that takes:
-module A protects global scalars, B the change of the policy, C the optimizer states and the write-back. The algorithm and its defaults are CleanRL's
-ppo_continuous_action.py, with time limits bootstrapped, statistics saved with the model, and deterministic evaluations.
+Parameters, activations, gradients, optimizer states and rollout are FP16. Module A protects global scalars, module B the change
+of the policy, module C the optimizer states and the write-back; `diff ppo_fp32.py ppo_fp16.py` shows what each takes.
+
+The algorithm and its defaults are those of CleanRL's ppo_continuous_action.py; but time limits are bootstrapped, the observation
+statistics are saved with the model, and evaluations are deterministic.
 
     python ppo_fp16.py --env-id HalfCheetah-v5 --seed 1        # then: tensorboard --logdir runs
 """
@@ -115,7 +117,7 @@ def check(args):
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
     if not isinstance(env.action_space, gym.spaces.Box) or not isinstance(env.observation_space, gym.spaces.Box):
-        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose one with Box observations and actions")
+        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose a task where both are a Box")
     env.close()
     try:
         os.makedirs(args.run_dir)
@@ -130,7 +132,7 @@ def make_env(args, record=False):
     env = gym.make(args.env_id, render_mode="rgb_array" if record else None)
     if record:
         env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos"))
-    if isinstance(env.observation_space, gym.spaces.Box):
+    if len(env.observation_space.shape or ()) > 1:
         env = gym.wrappers.FlattenObservation(env)
     env = gym.wrappers.RecordEpisodeStatistics(env)  # inside the vector environment: outside it loses episodes
     return gym.wrappers.ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
@@ -176,10 +178,10 @@ class Normalizer:
 
 
 class Linear(nn.Linear):
-    """16 bits in and out, sums in FP32: what tensor cores do, and on the CPU at the speed of FP32."""
+    """16 bits in and out, sums in FP32, as tensor cores do; PyTorch's own does that on the CPU, but for several rows slowly."""
 
     def forward(self, x):
-        if x.is_cuda:
+        if x.is_cuda or len(x) == 1:
             return nn.functional.linear(x, self.weight, self.bias)
         return nn.functional.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
 
@@ -237,8 +239,8 @@ def flatten(agent):
 
 def rms(x, dim):
     """Root mean square over a dimension, scaled so that no square overflows or underflows."""
-    scale = x.abs().amax(dim, keepdim=True)
-    return (scale * (x / torch.where(scale == 0, 1, scale)).square().mean(dim, keepdim=True).sqrt()).squeeze(dim)
+    scale = torch.linalg.vector_norm(x, math.inf, dim, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    return torch.linalg.vector_norm(x / scale, dim=dim) * scale.squeeze(dim) / math.sqrt(x.shape[dim])
 
 
 class SHARP(torch.optim.Optimizer):
@@ -299,8 +301,10 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, s
     spread = []
     states = [shape[0] if shared else math.prod(shape) for shape, shared in layout]
     for w_i, (shape, shared) in zip(w.float().split(states), layout):
-        layer = rms(w_i, 0)
-        spread.append(w_i.clamp(layer / 4, layer * 4)[:, None].expand(shape).flatten() if shared else w_i)
+        if shared:
+            layer = rms(w_i, 0)
+            w_i = w_i.clamp(layer / 4, layer * 4)[:, None].expand(shape).flatten()
+        spread.append(w_i)
 
     # m <- beta1 m + (1 - beta1) g;  u = lr m^ / (w^ / sqrt(1 - beta2^t) + eps)
     m = beta1 * exp_avg.float() + (1 - beta1) * g
@@ -329,8 +333,9 @@ def make_optimizer(agent, args):
     theta, eps = flatten(agent), 1e-5 * args.loss_scale
     if not args.module_c:
         return NaiveAdam([theta], lr=args.learning_rate, eps=eps, foreach=False)
-    hidden = [id(layer.weight) for network in (agent.actor_mean, agent.critic) for layer in network[:-1] if hasattr(layer, "weight")]
-    layout = [(parameter.shape, id(parameter) in hidden) for parameter in agent.parameters()]  # log_std is the first
+    hidden = [layer for network in (agent.actor_mean, agent.critic) for layer in network[:-1] if isinstance(layer, Linear)]
+    shared = {id(layer.weight) for layer in hidden}
+    layout = [(parameter.shape, id(parameter) in shared) for parameter in agent.parameters()]  # log_std is the first
     return SHARP([theta], layout, residual=slice(0, len(agent.log_std)), lr=args.learning_rate, eps=eps)
 
 
@@ -356,10 +361,11 @@ def rollout(agent, envs, normalizer, next_obs, args):
     means, actions = (torch.zeros(*shape, action_dim, dtype=t, device=device) for t in (actor.log_std.dtype, dtype))
     rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
     noise = torch.exp(actor.log_std) * torch.randn(*shape, action_dim, dtype=means.dtype, device=device)
+    env_obs = torch.from_numpy(next_obs)  # shares its memory
     final_obs, episodes = [], []  # final_obs: (step, env, observation) where the time limit cut an episode
 
     for step, (obs_t, mean_t, action_t, noise_t) in enumerate(zip(obs, means, actions, noise)):
-        obs_t.copy_(torch.from_numpy(next_obs))
+        obs_t.copy_(env_obs)
         mean_t.copy_(actor.mean(obs_t.to(means.dtype)))
         torch.add(mean_t, noise_t, out=action_t)
         env_actions = action_t.float().cpu().numpy().reshape(-1, *action_shape)
@@ -376,7 +382,7 @@ def rollout(agent, envs, normalizer, next_obs, args):
 
     # V(s_{t+1}): of the next row within an episode, 0 after a failure, V(final observation) after a time limit
     values = agent.value(obs)
-    next_values = torch.cat([values[1:], agent.value(torch.from_numpy(next_obs).to(obs))[None]])
+    next_values = torch.cat([values[1:], agent.value(env_obs.to(obs))[None]])
     next_values[dones] = 0
     if final_obs:
         steps, env_ids, last = zip(*final_obs)
@@ -456,31 +462,30 @@ def ppo_loss(agent, minibatch, args):
 
 
 def ppo_gradient(agent, minibatch, args):
-    """The gradient of PPO's loss with respect to the flat parameters, and its metrics: what torch.compile is given."""
+    """The gradient of PPO's loss in the flat parameters, the scalar to clip it with, the metrics: what torch.compile is given."""
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss = loss * args.loss_scale
-    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(agent.parameters()))]), metrics
+    gradient = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(agent.parameters()))])
+    # Module A: a norm that cannot overflow and an FP32 coefficient, NaN where the norm is not finite; without it both in 16 bits
+    if args.module_a:
+        grad_norm = scaled_norm([gradient]) / args.loss_scale
+        clip_coef = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
+        clip_coef = torch.where(grad_norm.isfinite(), clip_coef, math.nan)
+    else:
+        grad_norm = rounded_sum(gradient.square()).sqrt() / args.loss_scale
+        clip_coef = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
+    metrics["numerics/grad_norm"] = grad_norm
+    return gradient, clip_coef, metrics
 
 
 def update_minibatch(agent, optimizer, minibatch, args, gradient_function=ppo_gradient):
     """One complete update: loss, gradient, global norm, clipping, optimizer. Returns the metrics, without synchronising.
 
-    minibatch: rows of the batch that `rollout` returns. A gradient that is not finite skips the update and is counted.
+    minibatch: rows of the batch that `rollout` returns. A gradient that is not finite changes nothing.
     """
     theta = optimizer.param_groups[0]["params"][0]
-    theta.grad, metrics = gradient_function(agent, minibatch, args)
-    # Module A: a norm that cannot overflow and an FP32 coefficient, NaN where the norm is not finite; without it both in 16 bits
-    if args.module_a:
-        grad_norm = scaled_norm([theta.grad]) / args.loss_scale
-        clip_coef = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
-        clip_coef = torch.where(grad_norm.isfinite(), clip_coef, math.nan)
-    else:
-        grad_norm = rounded_sum(theta.grad.square()).sqrt() / args.loss_scale
-        clip_coef = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
+    theta.grad, clip_coef, metrics = gradient_function(agent, minibatch, args)
     optimizer.step(clip_coef=clip_coef)
-    metrics["numerics/grad_norm"] = grad_norm
-    metrics["numerics/grad_norm_clipped"] = grad_norm.clamp(max=args.max_grad_norm)
-    metrics["numerics/skipped_updates"] = clip_coef.isnan().float()
     return metrics
 
 
@@ -507,7 +512,7 @@ def fp32_share(agent, optimizer, normalizer, batch):
 
 @torch.no_grad()
 def evaluate(agent, normalizer, args, episodes):
-    """Returns (episodes,) of as many episodes of the mean action, each from its own seed, with frozen normalisation statistics."""
+    """The returns (episodes,) of the mean action, each episode from its own seed, with the normalisation statistics frozen."""
     envs = [make_env(args) for _ in range(episodes)]
     obs = np.stack([env.reset(seed=args.seed + 10_000 + i)[0] for i, env in enumerate(envs)])
     returns, running = np.zeros(episodes), list(range(episodes))
@@ -524,7 +529,7 @@ def evaluate(agent, normalizer, args, episodes):
 
 
 def save_model(path, agent, normalizer):
-    statistics = dict(mean=torch.as_tensor(normalizer.obs.mean), var=torch.as_tensor(normalizer.obs.var), count=normalizer.obs.count)
+    statistics = {name: torch.as_tensor(value) for name, value in vars(normalizer.obs).items()}
     torch.save(dict(agent=agent.state_dict(), obs_statistics=statistics), path)
 
 
@@ -532,11 +537,11 @@ def load_model(path):
     """The agent, on the CPU, and the normalizer with the training statistics, from a saved model.pt."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     weights = saved["agent"]
-    agent = Agent(weights["actor_mean.0.weight"].shape[1], len(weights["log_std"]), len(weights["actor_mean.0.bias"]))
+    width, obs_dim = weights["actor_mean.0.weight"].shape
+    agent = Agent(obs_dim, len(weights["log_std"]), width)
     agent.to(weights["log_std"].dtype).load_state_dict(weights)
-    normalizer = Normalizer(weights["actor_mean.0.weight"].shape[1])
-    normalizer.obs.mean, normalizer.obs.var = (saved["obs_statistics"][name].numpy() for name in ("mean", "var"))
-    normalizer.obs.count = saved["obs_statistics"]["count"]
+    normalizer = Normalizer(obs_dim)
+    vars(normalizer.obs).update({name: value.numpy() for name, value in saved["obs_statistics"].items()})
     return agent, normalizer
 
 
@@ -627,7 +632,9 @@ def main(args):
             writer.add_scalar("charts/episodic_length", length, episode_step)
             status["return"] = episode_return
         scalars = {name: values.mean().item() for name, values in metrics.items()}
-        scalars["numerics/skipped_updates"] = metrics["numerics/skipped_updates"].sum().item()
+        norms = metrics["numerics/grad_norm"]
+        scalars["numerics/grad_norm_clipped"] = norms.clamp(max=args.max_grad_norm).mean().item()
+        scalars["numerics/skipped_updates"] = (~norms.isfinite()).sum().item()
         scalars |= grid_metrics(optimizer, before)
         scalars["numerics/fp32_share"] = fp32_share(agent, optimizer, normalizer, batch)
         scalars["losses/explained_variance"] = (1 - (batch["returns"] - batch["values"]).var() / batch["returns"].var()).item()
@@ -638,7 +645,8 @@ def main(args):
             writer.add_scalar(name, scalar, global_step)
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             status["eval"] = log_evaluation(global_step)
-        progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()} | {"SPS": f"{args.batch_size / seconds:.0f}"})
+        status["SPS"] = args.batch_size / seconds
+        progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()})
         if interrupted:
             progress.write(f"interrupted after {global_step} steps; what was learned is kept in {args.run_dir}")
             break

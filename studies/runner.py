@@ -1,6 +1,6 @@
 """Runs a list of trainings as separate processes, one core each, and keeps every finished one.
 
-A study is two files under studies/results: `<study>.csv`, one row per evaluation, and `<study>_runs.csv`, one row per finished run.
+A study is two files under studies/results: `<study>.csv`, a row per evaluation, and `<study>_runs.csv`, a row per finished run.
 Both are replaced whole, the second after the first, and a run counts as finished once it is in the second: so a study can
 be killed at any moment, and started again it skips what is there.
 """
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EVALUATION = ["method", "env_id", "seed", "global_step", "mean_return", "std_return", "episodes"]
-RUN = ["method", "env_id", "seed", "status", "seconds", "median_sps", "trainer", "flags", "device", "machine", "versions", "commit"]
+RUN = ["method", "env_id", "seed", "seconds", "median_sps", "trainer", "flags", "device", "machine", "versions", "commit"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def execute(run):
             args = json.load(file)
         events = EventAccumulator(os.path.join(folder, "run"), size_guidance={"scalars": 0}).Reload()
         sps = sorted(event.value for event in events.Scalars("charts/SPS"))
-    finished = key | dict(status="finished", seconds=round(seconds, 1), median_sps=round(sps[len(sps) // 2]), trainer=run.trainer)
+    finished = key | dict(seconds=round(seconds, 1), median_sps=round(sps[len(sps) // 2]), trainer=run.trainer)
     finished |= dict(flags=" ".join(run.flags), device=args["device"], machine=f"{platform.machine()}, {os.cpu_count()} cores")
     return run, evaluations, finished | dict(versions=json.dumps(args["versions"]), commit=args["commit"])
 
