@@ -9,6 +9,7 @@ statistics are saved with the model, and evaluations are deterministic.
 """
 
 import csv
+import importlib.util
 import json
 import math
 import os
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from torch.nn import Linear
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -99,6 +101,8 @@ def check(args):
         fail("--num-minibatches leaves one sample a minibatch, which --norm-adv cannot normalise; lower it or use --no-norm-adv")
     if args.num_iterations < 1:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {args.batch_size}")
+    if args.capture_video and importlib.util.find_spec("moviepy") is None:
+        fail("--capture-video needs moviepy; install it with: pip install moviepy")
     if "--cuda" in sys.argv and not torch.cuda.is_available():
         fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
     try:
@@ -121,9 +125,9 @@ def make_env(args, record=False):
     env = gym.make(args.env_id, render_mode="rgb_array" if record else None)
     if record:
         env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos"))
-    if len(env.observation_space.shape or ()) > 1:
+    if len(env.observation_space.shape or ()) != 1 and isinstance(env.observation_space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
-    env = gym.wrappers.RecordEpisodeStatistics(env)  # inside the vector environment: outside it loses episodes
+    env = gym.wrappers.RecordEpisodeStatistics(env)
     return gym.wrappers.ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
 
 
@@ -179,18 +183,18 @@ class Agent(nn.Module):
         super().__init__()
         self.amp_dtype = getattr(torch, amp_dtype)
         self.critic = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, width)),
+            layer_init(Linear(obs_dim, width)),
             nn.Tanh(),
-            layer_init(nn.Linear(width, width)),
+            layer_init(Linear(width, width)),
             nn.Tanh(),
-            layer_init(nn.Linear(width, 1), std=1.0),
+            layer_init(Linear(width, 1), std=1.0),
         )
         self.actor_mean = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, width)),
+            layer_init(Linear(obs_dim, width)),
             nn.Tanh(),
-            layer_init(nn.Linear(width, width)),
+            layer_init(Linear(width, width)),
             nn.Tanh(),
-            layer_init(nn.Linear(width, action_dim), std=0.01),
+            layer_init(Linear(width, action_dim), std=0.01),
         )
         self.log_std = nn.Parameter(torch.zeros(action_dim))
 
@@ -236,9 +240,9 @@ def rollout(agent, envs, normalizer, next_obs, args):
     device, dtype = agent.log_std.device, agent.log_std.dtype
     shape, action_dim, action_shape = (args.num_steps, args.num_envs), len(agent.log_std), envs[0].action_space.shape
     obs = torch.zeros(*shape, next_obs.shape[1], dtype=dtype, device=device)
-    means, actions = (torch.zeros(*shape, action_dim, dtype=dtype, device=device) for _ in range(2))
-    rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
     noise = torch.exp(agent.log_std) * torch.randn(*shape, action_dim, dtype=dtype, device=device)
+    means, actions = torch.zeros_like(noise), torch.zeros(noise.shape, dtype=dtype, device=device)
+    rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
     env_obs = torch.from_numpy(next_obs)  # shares its memory
     final_obs, episodes = [], []  # final_obs: (step, env, observation) where the time limit cut an episode
 
@@ -292,30 +296,32 @@ def compute_gae(rewards, values, next_values, dones, gamma, gae_lambda):
 
 def ppo_loss(agent, minibatch, args):
     """PPO's loss of a minibatch (a scalar to differentiate) and its metrics (a dict of detached scalars)."""
-    value = agent.value(minibatch["obs"])
+    value, values = agent.value(minibatch["obs"]), minibatch["values"]
     advantages, returns = minibatch["advantages"], minibatch["returns"]
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
-    log_ratio = log_prob(minibatch["actions"], agent.mean(minibatch["obs"]), agent.log_std) - minibatch["log_probs"]
+    mean, actions = agent.mean(minibatch["obs"]), minibatch["actions"]
+    log_ratio = log_prob(actions, mean, agent.log_std) - minibatch["log_probs"]
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+    ratio_change = ratio - 1
 
     value_loss = (value - returns).square()
     if args.clip_vloss:
-        clipped_value = minibatch["values"] + (value - minibatch["values"]).clamp(-args.clip_coef, args.clip_coef)
+        clipped_value = values + (value - values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, (clipped_value - returns).square())
     value_loss = 0.5 * value_loss.mean()
 
-    entropy = (agent.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    entropy = (agent.log_std.float() + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     metrics = {
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        "losses/approx_kl": ((ratio - 1) - log_ratio).mean(),
-        "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
+        "losses/approx_kl": (ratio_change.float() - log_ratio.float()).mean(),
+        "losses/clipfrac": (ratio_change.abs() > args.clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}
 
@@ -380,7 +386,7 @@ def evaluate(agent, normalizer, args, episodes):
 def save_model(path, agent, normalizer):
     statistics = {name: torch.as_tensor(value) for name, value in vars(normalizer.obs).items()}
     amp_dtype = str(agent.amp_dtype).removeprefix("torch.")
-    torch.save(dict(agent=agent.state_dict(), obs_statistics=statistics, amp_dtype=amp_dtype), path)
+    torch.save(dict(agent=agent.state_dict(), obs_statistics=statistics, amp_dtype=amp_dtype), path)  # AMP: acts in it
 
 
 def load_model(path):
@@ -420,7 +426,7 @@ def main(args):
     torch.backends.cudnn.deterministic = args.torch_deterministic
     with open(os.path.join(args.run_dir, "args.json"), "w") as file:
         json.dump(describe(args, device), file, indent=1)
-    writer = SummaryWriter(args.run_dir)
+    writer = SummaryWriter(args.run_dir, flush_secs=10)
     writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items()))
 
     envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
@@ -485,7 +491,8 @@ def main(args):
         scalars["numerics/grad_norm_clipped"] = norms.clamp(max=args.max_grad_norm).mean().item()
         scalars["numerics/skipped_updates"] = (~norms.isfinite()).sum().item()
         scalars |= grid_metrics(optimizer, before)
-        scalars["losses/explained_variance"] = (1 - (batch["returns"] - batch["values"]).var() / batch["returns"].var()).item()
+        returns = batch["returns"].float()
+        scalars["losses/explained_variance"] = (1 - (returns - batch["values"]).var() / returns.var()).item()
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
         scalars["charts/SPS"] = args.batch_size / seconds
         scalars["time/rollout_s"], scalars["time/update_s"] = rollout_time, seconds - rollout_time

@@ -11,6 +11,7 @@ statistics are saved with the model, and evaluations are deterministic.
 
 import copy
 import csv
+import importlib.util
 import json
 import math
 import os
@@ -110,6 +111,8 @@ def check(args):
         fail("--num-minibatches leaves one sample a minibatch, which --norm-adv cannot normalise; lower it or use --no-norm-adv")
     if args.num_iterations < 1:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {args.batch_size}")
+    if args.capture_video and importlib.util.find_spec("moviepy") is None:
+        fail("--capture-video needs moviepy; install it with: pip install moviepy")
     if "--cuda" in sys.argv and not torch.cuda.is_available():
         fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
     try:
@@ -132,9 +135,9 @@ def make_env(args, record=False):
     env = gym.make(args.env_id, render_mode="rgb_array" if record else None)
     if record:
         env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos"))
-    if len(env.observation_space.shape or ()) > 1:
+    if len(env.observation_space.shape or ()) != 1 and isinstance(env.observation_space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
-    env = gym.wrappers.RecordEpisodeStatistics(env)  # inside the vector environment: outside it loses episodes
+    env = gym.wrappers.RecordEpisodeStatistics(env)
     return gym.wrappers.ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
 
 
@@ -178,7 +181,7 @@ class Normalizer:
 
 
 class Linear(nn.Linear):
-    """16 bits in and out, sums in FP32, as tensor cores do; PyTorch's own does that on the CPU, but for several rows slowly."""
+    """Storage: 16 bits in and out, sums in FP32, as tensor cores have it; on the CPU PyTorch has that fast for one row only."""
 
     def forward(self, x):
         if x.is_cuda or len(x) == 1:
@@ -291,11 +294,11 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, s
     (beta1, beta2), sizes = betas, [math.prod(shape) for shape, _ in layout]
     finite = clip_coef.isfinite()
     step.add_(finite)
-    g = gradient.float() * clip_coef
+    g = gradient.float()
 
     # w <- hypot(sqrt(beta2) w, sqrt(1 - beta2) r), with r = |g|, or the RMS of g over the row that shares w
     r = torch.cat([rms(g_i.view(shape), 1) if shared else g_i.abs() for g_i, (shape, shared) in zip(g.split(sizes), layout)])
-    w = torch.hypot(math.sqrt(beta2) * root_exp_avg_sq.float(), math.sqrt(1 - beta2) * r).to(theta.dtype)
+    w = torch.hypot(math.sqrt(beta2) * root_exp_avg_sq.float(), math.sqrt(1 - beta2) * (clip_coef * r)).to(theta.dtype)
 
     # w^: a shared w, clipped to between a quarter and four times the RMS of its layer, for each element of the row
     spread = []
@@ -307,7 +310,7 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, s
         spread.append(w_i)
 
     # m <- beta1 m + (1 - beta1) g;  u = lr m^ / (w^ / sqrt(1 - beta2^t) + eps)
-    m = beta1 * exp_avg.float() + (1 - beta1) * g
+    m = beta1 * exp_avg.float() + (1 - beta1) * (clip_coef * g)
     correction1, correction2 = (-torch.expm1(step * math.log(beta)) for beta in betas)
     u = lr * (m / correction1) / (torch.cat(spread) / correction2.sqrt() + eps)
 
@@ -353,20 +356,20 @@ def rollout(agent, envs, normalizer, next_obs, args):
     batch, a dict of tensors of num_steps * num_envs rows, and the finished episodes as (step, return, length).
     """
     device, dtype = agent.log_std.device, agent.log_std.dtype
-    # Module B: the behaviour policy is kept as its means and log_std; it may act in another dtype than it learns in
-    actor = copy.deepcopy(agent).to(getattr(torch, args.acting_dtype or args.dtype))
-    agent.old_log_std.copy_(agent.log_std)
     shape, action_dim, action_shape = (args.num_steps, args.num_envs), len(agent.log_std), envs[0].action_space.shape
     obs = torch.zeros(*shape, next_obs.shape[1], dtype=dtype, device=device)
-    means, actions = (torch.zeros(*shape, action_dim, dtype=t, device=device) for t in (actor.log_std.dtype, dtype))
+    # Module B: the behaviour policy is kept as its means and log_std; it may act in another dtype than it learns in
+    agent.old_log_std.copy_(agent.log_std)
+    actor = copy.deepcopy(agent).to(getattr(torch, args.acting_dtype or args.dtype))
+    noise = torch.exp(actor.log_std) * torch.randn(*shape, action_dim, dtype=actor.log_std.dtype, device=device)
+    means, actions = torch.zeros_like(noise), torch.zeros(noise.shape, dtype=dtype, device=device)
     rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
-    noise = torch.exp(actor.log_std) * torch.randn(*shape, action_dim, dtype=means.dtype, device=device)
     env_obs = torch.from_numpy(next_obs)  # shares its memory
     final_obs, episodes = [], []  # final_obs: (step, env, observation) where the time limit cut an episode
 
     for step, (obs_t, mean_t, action_t, noise_t) in enumerate(zip(obs, means, actions, noise)):
         obs_t.copy_(env_obs)
-        mean_t.copy_(actor.mean(obs_t.to(means.dtype)))
+        mean_t.copy_(actor.mean(obs_t.to(means.dtype)))  # Module B
         torch.add(mean_t, noise_t, out=action_t)
         env_actions = action_t.float().cpu().numpy().reshape(-1, *action_shape)
         for i, (env, action) in enumerate(zip(envs, env_actions)):
@@ -390,9 +393,10 @@ def rollout(agent, envs, normalizer, next_obs, args):
     advantages, returns = compute_gae(rewards, values.cpu(), next_values.cpu(), dones, args.gamma, args.gae_lambda)
     batch = dict(obs=obs, actions=actions, values=values, advantages=advantages.to(device), returns=returns.to(device))
     batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
-    batch["means"] = means.flatten(0, 1).to(dtype)
-    behaviour = means.flatten(0, 1), actor.log_std
-    batch["correction"] = sampling_correction(batch["actions"], *behaviour, batch["means"], agent.old_log_std)
+    # Module B: c, what was lost of the behaviour log-density in storage
+    means = means.flatten(0, 1)
+    batch["means"] = means.to(dtype)
+    batch["correction"] = sampling_correction(batch["actions"], means, actor.log_std, batch["means"], agent.old_log_std)
     return batch, episodes
 
 
@@ -416,12 +420,9 @@ def compute_gae(rewards, values, next_values, dones, gamma, gae_lambda):
 
 def ppo_loss(agent, minibatch, args):
     """PPO's loss of a minibatch (a scalar to differentiate) and its metrics (a dict of detached scalars)."""
-    # Module A: means and squares in FP32; without it both, and all partial sums, are rounded to 16 bits
+    # Module A: squares and means in FP32; without it both, and all partial sums, are rounded to 16 bits
     wide = torch.float32 if args.module_a else agent.log_std.dtype
-
-    def reduce_mean(x):
-        return x.to(wide).mean() if args.module_a else rounded_sum(x.to(wide)) / x.numel()
-
+    reduce_mean = torch.mean if args.module_a else lambda x: rounded_sum(x) / x.numel()
     value, values = agent.value(minibatch["obs"]).to(wide), minibatch["values"].to(wide)
     advantages, returns = minibatch["advantages"].to(wide), minibatch["returns"].to(wide)
     if args.norm_adv:
@@ -431,23 +432,24 @@ def ppo_loss(agent, minibatch, args):
     advantages = advantages.to(agent.log_std.dtype)
 
     # Module B: the log-ratio from the change of the policy, clipped as such; without it, the textbook's in 16 bits
-    mean, old_mean, actions = agent.mean(minibatch["obs"]), minibatch["means"], minibatch["actions"]
+    mean, actions, old_mean = agent.mean(minibatch["obs"]), minibatch["actions"], minibatch["means"]
     if args.module_b:
-        correction = minibatch["correction"]
-        log_ratio = gaussian_log_ratio(actions, mean, agent.log_std, old_mean, agent.old_log_std, correction)
+        old_policy = old_mean, agent.old_log_std, minibatch["correction"]
+        log_ratio = gaussian_log_ratio(actions, mean, agent.log_std, *old_policy)
         policy_loss = clipped_surrogate(log_ratio, advantages, args.clip_coef)
         ratio_change = torch.expm1(log_ratio)
     else:
         log_ratio = log_prob(actions, mean, agent.log_std) - log_prob(actions, old_mean, agent.old_log_std)
-        ratio_change = log_ratio.exp() - 1
-        clipped_ratio = log_ratio.exp().clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        policy_loss = -reduce_mean(torch.min(advantages * log_ratio.exp(), advantages * clipped_ratio))
+        ratio = log_ratio.exp()
+        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        policy_loss = -reduce_mean(torch.min(advantages * ratio, advantages * clipped_ratio))
+        ratio_change = ratio - 1
 
     value_loss = (value - returns).square()
     if args.clip_vloss:
         clipped_value = values + (value - values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.max(value_loss, (clipped_value - returns).square())
-    value_loss = 0.5 * reduce_mean(value_loss)
+    value_loss = 0.5 * reduce_mean(value_loss)  # Module A
 
     entropy = (agent.log_std.float() + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
@@ -464,7 +466,7 @@ def ppo_loss(agent, minibatch, args):
 def ppo_gradient(agent, minibatch, args):
     """The gradient of PPO's loss in the flat parameters, the scalar to clip it with, the metrics: what torch.compile is given."""
     loss, metrics = ppo_loss(agent, minibatch, args)
-    loss = loss * args.loss_scale
+    loss = loss * args.loss_scale  # exact, and carried through to the optimizer's states and eps
     gradient = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(agent.parameters()))])
     # Module A: a norm that cannot overflow and an FP32 coefficient, NaN where the norm is not finite; without it both in 16 bits
     if args.module_a:
@@ -485,7 +487,7 @@ def update_minibatch(agent, optimizer, minibatch, args, gradient_function=ppo_gr
     """
     theta = optimizer.param_groups[0]["params"][0]
     theta.grad, clip_coef, metrics = gradient_function(agent, minibatch, args)
-    optimizer.step(clip_coef=clip_coef)
+    optimizer.step(clip_coef=clip_coef)  # Modules A and C: applied in FP32, inside
     return metrics
 
 
@@ -570,7 +572,7 @@ def main(args):
     torch.backends.cudnn.deterministic = args.torch_deterministic
     with open(os.path.join(args.run_dir, "args.json"), "w") as file:
         json.dump(describe(args, device), file, indent=1)
-    writer = SummaryWriter(args.run_dir)
+    writer = SummaryWriter(args.run_dir, flush_secs=10)
     writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items()))
 
     envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
@@ -637,7 +639,8 @@ def main(args):
         scalars["numerics/skipped_updates"] = (~norms.isfinite()).sum().item()
         scalars |= grid_metrics(optimizer, before)
         scalars["numerics/fp32_share"] = fp32_share(agent, optimizer, normalizer, batch)
-        scalars["losses/explained_variance"] = (1 - (batch["returns"] - batch["values"]).var() / batch["returns"].var()).item()
+        returns = batch["returns"].float()
+        scalars["losses/explained_variance"] = (1 - (returns - batch["values"]).var() / returns.var()).item()
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
         scalars["charts/SPS"] = args.batch_size / seconds
         scalars["time/rollout_s"], scalars["time/update_s"] = rollout_time, seconds - rollout_time
