@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -74,6 +75,7 @@ class Args:
     module_a: bool = True  # reduce global scalars in FP32, with a scaled gradient norm
     module_b: bool = True  # take the log-ratio from the change of the policy and clip it in the log domain
     module_c: bool = True  # SHARP and the residual write-back of log_std, instead of Adam
+    cuda_kernel: bool = False  # on CUDA, step with sharp_kernel.cu; needs CuPy, --dtype float16 and modules A and C
     loss_scale: float = 1.0  # power of two that the loss, the gradient and the optimizer states carry
 
     def __post_init__(self):
@@ -113,6 +115,10 @@ def check(args):
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {args.batch_size}")
     if args.capture_video and importlib.util.find_spec("moviepy") is None:
         fail("--capture-video needs moviepy; install it with: pip install moviepy")
+    if args.cuda_kernel and not (torch.cuda.is_available() and args.cuda and importlib.util.find_spec("cupy")):
+        fail("--cuda-kernel needs a CUDA device and CuPy: pip install cupy-cuda13x, where 13 is the CUDA version of PyTorch")
+    if args.cuda_kernel and not (args.module_a and args.module_c and args.dtype == "float16"):
+        fail("--cuda-kernel does modules A and C in FP16; leave it out with --no-module-a, --no-module-c or --dtype bfloat16")
     if "--cuda" in sys.argv and not torch.cuda.is_available():
         fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
     try:
@@ -322,6 +328,67 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, s
         old.copy_(torch.where(finite, value.to(old.dtype), old))
 
 
+class SharpKernel:
+    """Module C on CUDA: sharp_kernel.cu in place of `sharp_update`, and of module A's norm, in two launches.
+
+    module: the compiled file, by default by CuPy. What it finds of norm and clip coefficient is in `grad_norm` and `clip_coef`.
+    """
+
+    Stream = namedtuple("Stream", "ptr")  # all that CuPy reads of a stream
+
+    def __init__(self, optimizer, max_grad_norm, loss_scale, module=None):
+        if module is None:
+            import cupy
+
+            with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "sharp_kernel.cu")) as file:
+                module = cupy.RawModule(code=file.read(), options=("--std=c++17", "--fmad=false"))
+        self.statistics, self.apply = (module.get_function(name) for name in ("sharp_statistics", "sharp_apply"))
+        self.limits, theta = (np.float32(max_grad_norm), np.float32(loss_scale)), optimizer.theta
+        rows, layers = self.tables(optimizer.layout, optimizer.residual)
+        self.rows, self.layers = (torch.tensor(table, dtype=torch.int32, device=theta.device) for table in (rows, layers))
+        self.row_sums, self.layer_rms, self.scalars = (
+            theta.new_zeros(n, dtype=torch.float32) for n in (len(rows), len(layers), 6)
+        )
+        self.grad_norm, self.clip_coef = self.scalars[1], self.scalars[2]
+
+    @staticmethod
+    def tables(layout, residual, run=1024):
+        """The rows and layers that describe the flat vector to the kernels, as the structs `Row` and `Layer` have it."""
+        rows, layers, offset, root = [], [], 0, 0
+        for shape, shared in layout:
+            size, columns = math.prod(shape), math.prod(shape[1:])
+            if shared:
+                rows += [(offset + i * columns, columns, root + i, len(layers), -1) for i in range(shape[0])]
+                layers.append((root, shape[0]))
+            else:
+                edges = {*range(offset, offset + size, run), offset + size, residual.start, residual.stop}
+                edges = sorted(edge for edge in edges if offset <= edge <= offset + size)
+                for start, stop in zip(edges, edges[1:]):
+                    first = start - residual.start if residual.start <= start < residual.stop else -1
+                    rows.append((start, stop - start, root + start - offset, -1, first))
+            offset, root = offset + size, root + (shape[0] if shared else size)
+        return rows, layers
+
+    def __call__(self, theta, gradient, clip_coef, lr, betas, eps, layout, residual, state):
+        exp_avg, root = state["exp_avg"], state["root_exp_avg_sq"]
+        for x in (theta, gradient, exp_avg, root):
+            if x.dtype != torch.float16 or x.device != self.rows.device or not x.is_contiguous() or gradient.shape != theta.shape:
+                raise ValueError(f"sharp_kernel.cu needs contiguous FP16 on {self.rows.device}, not {x.dtype} on {x.device}")
+        self.scalars[0].copy_(lr)
+        (beta1, beta2), rows = betas, (self.rows, np.int32(len(self.rows)))
+        squares = np.float32(math.sqrt(beta2)), np.float32(math.sqrt(1 - beta2))
+        logs = np.float32(math.log(beta1)), np.float32(math.log(beta2))
+        layers = self.layers, np.int32(len(self.layers)), self.row_sums, root, self.layer_rms, self.scalars, state["step"]
+        self.launch(self.statistics, gradient, *rows, *layers, *self.limits, *squares, *logs)
+        tensors = theta, gradient, exp_avg, root, state["residual"], *rows, self.layer_rms, self.scalars
+        self.launch(self.apply, *tensors, np.float32(beta1), np.float32(1 - beta1), *squares, np.float32(eps))
+
+    def launch(self, kernel, *arguments):
+        """On torch's current stream, 8 rows a block, a warp each."""
+        arguments = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
+        kernel((-(-len(self.rows) // 8),), (256,), arguments, stream=self.Stream(torch.cuda.current_stream().cuda_stream))
+
+
 class NaiveAdam(torch.optim.Adam):
     """Without module C: PyTorch's Adam on 16-bit parameters and states, the gradient clipped in 16 bits before it."""
 
@@ -339,7 +406,10 @@ def make_optimizer(agent, args):
     hidden = [layer for network in (agent.actor_mean, agent.critic) for layer in network[:-1] if isinstance(layer, Linear)]
     shared = {id(layer.weight) for layer in hidden}
     layout = [(parameter.shape, id(parameter) in shared) for parameter in agent.parameters()]  # log_std is the first
-    return SHARP([theta], layout, residual=slice(0, len(agent.log_std)), lr=args.learning_rate, eps=eps)
+    optimizer = SHARP([theta], layout, residual=slice(0, len(agent.log_std)), lr=args.learning_rate, eps=eps)
+    if args.cuda_kernel:
+        optimizer.update = SharpKernel(optimizer, args.max_grad_norm, args.loss_scale)
+    return optimizer
 
 
 def log_prob(action, mean, log_std):
@@ -468,6 +538,8 @@ def ppo_gradient(agent, minibatch, args):
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss = loss * args.loss_scale  # exact, and carried through to the optimizer's states and eps
     gradient = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(agent.parameters()))])
+    if args.cuda_kernel:
+        return gradient, None, metrics  # sharp_kernel.cu does the rest
     # Module A: a norm that cannot overflow and an FP32 coefficient, NaN where the norm is not finite; without it both in 16 bits
     if args.module_a:
         grad_norm = scaled_norm([gradient]) / args.loss_scale
@@ -488,6 +560,8 @@ def update_minibatch(agent, optimizer, minibatch, args, gradient_function=ppo_gr
     theta = optimizer.param_groups[0]["params"][0]
     theta.grad, clip_coef, metrics = gradient_function(agent, minibatch, args)
     optimizer.step(clip_coef=clip_coef)  # Modules A and C: applied in FP32, inside
+    if args.cuda_kernel:
+        metrics["numerics/grad_norm"] = optimizer.update.grad_norm.clone()
     return metrics
 
 
