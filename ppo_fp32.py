@@ -425,7 +425,8 @@ def main(args):
     if compile_pays(args, device):
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
         torch._dynamo.config.trace_autograd_ops = True  # forward and backward in one graph
-        gradient_function = torch.compile(ppo_gradient)
+        exact = {"emulate_precision_casts": True}  # without it the compiler keeps chains of 16-bit operations in FP32
+        gradient_function = torch.compile(ppo_gradient, options=exact)
     print(f"{args.run_dir}: training on {device}, {'compiled' if gradient_function is not ppo_gradient else 'eager'}")
 
     eval_file = open(os.path.join(args.run_dir, "eval.csv"), "w", newline="")
