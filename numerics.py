@@ -20,7 +20,7 @@ def two_sum(x, y):
     """Error-free addition: `high = fl(x + y)` and `low = x + y - high`, exactly.
 
     x, y: tensors of one floating dtype and of shapes that broadcast; so are the two results. Exact for all finite x and y,
-    subnormals included, whenever `high` is finite and neither argument is the largest finite number. Where `high` is
+    subnormals included, whenever `high` is finite and y is not the largest finite number or its negative. Where `high` is
     not finite `low` is NaN. A compiler that keeps 16-bit chains in FP32 breaks it: compile with `emulate_precision_casts`.
     Source: Knuth, TAOCP 2, 4.2.2; Ogita, Rump and Oishi 2005, algorithm 3.1 (paper, section 3.2).
     """
@@ -42,8 +42,10 @@ def gaussian_log_ratio(action, mean, log_std, old_mean, old_log_std, correction=
         dz = z - z0 = z0 t - q - q t            dlogp = -dl - z0 dz - dz^2/2
 
     in the dtype of the inputs, every sum by `two_sum`; high and low parts are summed over D separately, in FP32.
-    Error: at most 8u of the sum over D of |dl| + (|z0| + |dz|)(|z0 t| + |q| + |q t|), while |z0| and |dz| are below 2^7 and
-    std0 above 2^-13 (so that FP16 neither overflows nor loses digits to subnormals): it vanishes as the policies meet.
+    Error: at most the sum over D of 8u (|dl| + (|z0| + |dz|)(|z0 t| + |q| + |q t|)), which vanishes as the policies meet, and,
+    since products may underflow, of s (1 + (|z0| + |dz|)(1 + std0/std)), s the smallest subnormal (2^-24 in FP16, 2^-133 in
+    BF16); while |z0| and |dz| are below 2^7, |dl| at most 4 and all inputs below 2^15. FP16 overflows for policies much further
+    apart, to -inf or NaN.
 
     Gradient, analytic: with respect to mean, z e^-log_std; with respect to log_std, z^2 - 1, summed over the batch in FP32.
     action, old_mean, old_log_std and correction are constants. There is no second derivative.
@@ -117,13 +119,13 @@ def clipped_surrogate(log_ratio, advantage, clip_coef):
 def scaled_norm(tensors):
     """The Euclidean norm over all elements of several tensors: G = s sqrt(sum (x/s)^2) with s = max |x|.
 
-    tensors: a non-empty sequence of floating tensors of any shapes and dtypes. Returns an FP32 scalar, within 1e-6 of the true
-    norm (relative, up to 2^24 elements), for subnormals too; 0 if all elements are 0; not finite if any element is infinite or
-    NaN, or if the norm itself exceeds FP32. Raises ValueError for an empty sequence.
-    Source: Blue 1978 (paper, section 3.1).
+    tensors: a sequence of tensors of any shapes, 16- or 32-bit floating dtypes, and at least one element in all. Returns an FP32
+    scalar, within 1e-6 of the true norm (relative, up to 2^24 elements; for FP32 subnormals within their spacing); 0 if all
+    elements are 0; not finite if any element is infinite or NaN, or if the norm itself exceeds FP32. Raises ValueError if
+    there is no element. Source: Blue 1978 (paper, section 3.1).
     """
-    if not tensors:
-        raise ValueError("scaled_norm needs at least one tensor")
+    if not sum(tensor.numel() for tensor in tensors):
+        raise ValueError("scaled_norm needs at least one element")
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
     scale = flat.abs().max()
     return scale * (flat / torch.where(scale == 0, 1, scale)).square().sum().sqrt()
