@@ -434,10 +434,11 @@ def rollout(agent, envs, normalizer, next_obs, args):
     noise = torch.exp(actor.log_std) * torch.randn(*shape, action_dim, dtype=actor.log_std.dtype, device=device)
     means, actions = torch.zeros_like(noise), torch.zeros(noise.shape, dtype=dtype, device=device)
     rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
-    env_obs = torch.from_numpy(next_obs)  # shares its memory
+    step_rewards = np.zeros(args.num_envs)
+    env_obs, env_rewards = torch.from_numpy(next_obs), torch.from_numpy(step_rewards)  # these share their memory
     final_obs, episodes = [], []  # final_obs: (step, env, observation) where the time limit cut an episode
 
-    for step, (obs_t, mean_t, action_t, noise_t) in enumerate(zip(obs, means, actions, noise)):
+    for step, (obs_t, mean_t, action_t, noise_t, reward_t) in enumerate(zip(obs, means, actions, noise, rewards)):
         obs_t.copy_(env_obs)
         mean_t.copy_(actor.mean(obs_t.to(means.dtype)))  # Module B
         torch.add(mean_t, noise_t, out=action_t)
@@ -451,7 +452,8 @@ def rollout(agent, envs, normalizer, next_obs, args):
                 next_ob, _ = env.reset()  # at once, so that every row of a rollout is a real transition
                 dones[step, i] = True
             next_obs[i] = normalizer.observe(next_ob)
-            rewards[step, i] = normalizer.reward(reward, terminated or truncated, i)
+            step_rewards[i] = normalizer.reward(reward, terminated or truncated, i)
+        reward_t.copy_(env_rewards)
 
     # V(s_{t+1}): of the next row within an episode, 0 after a failure, V(final observation) after a time limit
     values = agent.value(obs)
@@ -479,10 +481,10 @@ def compute_gae(rewards, values, next_values, dones, gamma, gae_lambda):
     """
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     advantage = torch.zeros(rewards.shape[1])
-    rows = zip(*(tensor.unbind() for tensor in (rewards, values, next_values, dones, advantages, returns)))
-    for reward, value, next_value, done, advantage_t, return_t in reversed(list(rows)):
+    rows = zip(*(tensor.unbind() for tensor in (rewards, values, next_values, dones, advantages, returns)), dones.any(1).tolist())
+    for reward, value, next_value, done, advantage_t, return_t, any_done in reversed(list(rows)):
         delta = torch.add(reward.float(), next_value, alpha=gamma) - value
-        advantage = torch.where(done, delta, torch.add(delta, advantage, alpha=gamma * gae_lambda))
+        advantage = torch.add(delta, advantage.masked_fill(done, 0) if any_done else advantage, alpha=gamma * gae_lambda)
         advantage_t.copy_(advantage)
         torch.add(advantage, value, out=return_t)
     return advantages, returns

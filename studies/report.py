@@ -49,6 +49,28 @@ def learning_table(evaluations, runs):
     return "\n".join(lines)
 
 
+PAPER = {  # the figures of section 4.1: naive, protected
+    "log-ratio, mean absolute error": ("1.07e-3", "4.7e-5"),
+    "large-gradient norms that are finite": ("0 of 24", "24 of 24"),
+    "second moments that are zero": ("64.55%", "0.58%"),
+    "update magnitude over FP32 Adam's, largest": ("124.07", "1.0722"),
+}
+MODULE = {"advantage": "A", "value": "A", "large-gradient": "A", "log-ratio,": "B", "clip": "B", "second": "C", "update": "C"}
+
+
+def sensitivity_table():
+    """What FP16 loses at each stage, naively and with the module that protects it, beside the paper's figures."""
+    values = pd.read_csv(os.path.join(RESULTS, "sensitivity.csv")).pivot(index="stage", columns="variant", values="value")
+    lines = [
+        "| module | stage | FP32 | naive FP16 | PPO-FP16 | paper: naive | paper: PPO-FP16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for stage in sorted(values.index, key=lambda stage: (MODULE[stage.split()[0]], stage)):
+        measured = " | ".join(f"{values.loc[stage, variant]:.3g}" for variant in ("fp32", "naive", "protected"))
+        lines.append(f"| {MODULE[stage.split()[0]]} | {stage} | {measured} | {' | '.join(PAPER.get(stage, ('', '')))} |")
+    return "\n".join(lines)
+
+
 def learning_figure(evaluations, path):
     """Learning curves: a thin line a seed, a thick one their mean."""
     env_ids = list(evaluations.env_id.unique())
@@ -70,13 +92,13 @@ def main():
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args()
     evaluations, runs = load("learning")
-    tables = {"learning": learning_table(evaluations, runs)}
+    tables = {"learning": learning_table(evaluations, runs), "sensitivity": sensitivity_table()}
     readme = os.path.join(ROOT, "README.md")
     with open(readme) as file:
         old = new = file.read()
     for name, table in tables.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-        new, count = re.subn(pattern, lambda match, table=table: match[1] + table + match[2], new, flags=re.DOTALL)
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        new, count = re.subn(pattern, lambda match, table=table: match[1] + table + "\n" + match[2], new, flags=re.DOTALL)
         if count != 1:
             sys.exit(f"report.py: error: README.md has {count} places for the table '{name}', not one")
     if args.check:
