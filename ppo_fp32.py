@@ -105,7 +105,7 @@ def check(args):
         fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
     try:
         env = make_env(args)
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
         fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
     if not isinstance(env.action_space, gym.spaces.Box) or not isinstance(env.observation_space, gym.spaces.Box):
         fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose a task where both are a Box")
@@ -374,7 +374,7 @@ def evaluate(agent, normalizer, args, episodes):
 
 
 def save_model(path, agent, normalizer):
-    statistics = {name: torch.as_tensor(value) for name, value in vars(normalizer.obs).items()}
+    statistics = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(normalizer.obs).items()}
     torch.save(dict(agent=agent.state_dict(), obs_statistics=statistics), path)
 
 
