@@ -49,6 +49,21 @@ def learning_table(evaluations, runs):
     return "\n".join(lines)
 
 
+def speed_table():
+    """Steps per second on one CPU core beside the peers', from one interleaved run."""
+    rows = pd.read_csv(os.path.join(RESULTS, "bench_cpu.csv"))
+    by_name = rows.groupby("name", sort=False)
+    speed, memory = by_name.median_steps_per_second, by_name.peak_rss_mb.max()
+    peers = [name for name in ("CleanRL", "Stable-Baselines3") if name in memory.index]
+    lines = ["| trainer | steps/s | " + " | ".join(f"over {peer}" for peer in peers) + " | peak RSS, MB |"]
+    lines.append("|---|---|" + "---|" * len(peers) + "---|")
+    for name in memory.index:
+        ratios = [f"{speed.median()[name] / speed.median()[peer]:.2f}" for peer in peers]
+        cells = [f"{speed.median()[name]:.0f} ({speed.min()[name]:.0f} to {speed.max()[name]:.0f})", *ratios]
+        lines.append(f"| {name} | {' | '.join(cells)} | {memory[name]:.0f} |")
+    return "\n".join(lines)
+
+
 PAPER = {  # the figures of section 4.1: naive, protected
     "log-ratio, mean absolute error": ("1.07e-3", "4.7e-5"),
     "large-gradient norms that are finite": ("0 of 24", "24 of 24"),
@@ -92,7 +107,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args()
     evaluations, runs = load("learning")
-    tables = {"learning": learning_table(evaluations, runs), "sensitivity": sensitivity_table()}
+    tables = {"learning": learning_table(evaluations, runs), "sensitivity": sensitivity_table(), "speed": speed_table()}
     readme = os.path.join(ROOT, "README.md")
     with open(readme) as file:
         old = new = file.read()

@@ -6,9 +6,10 @@
 
 Every contender trains on the same task with CleanRL's sizes, one thread, in a process of its own, for a while; what counts is the
 median duration of its whole iterations (rollout, update, logging) after the first two. A script given with --script must know
-CleanRL's flags and log `charts/SPS` once an iteration.
+CleanRL's flags and log `charts/SPS` once an iteration. Writes studies/results/bench_cpu.csv; studies/report.py tables it.
 """
 
+import csv
 import glob
 import os
 import signal
@@ -78,18 +79,16 @@ def measure(command, seconds):
 
 
 def main(args):
-    commands = contenders(args)
-    durations, memory = {name: [] for name in commands}, {}
-    for _ in range(args.rounds):
-        for name, command in commands.items():
-            new, memory[name] = measure(command, args.seconds)
-            durations[name].append(statistics.median(new))
-            print(f"{name:22} {2048 / durations[name][-1]:6.0f} steps/s", file=sys.stderr)
-    peer = statistics.median(durations["CleanRL" if "CleanRL" in durations else "Stable-Baselines3"])
-    print(f"| {args.env_id}, one core | steps/s, median of {args.rounds} (range) | ratio | peak RSS, MB |\n|---|---|---|---|")
-    for name, values in durations.items():
-        middle, low, high = statistics.median(values), max(values), min(values)
-        print(f"| {name} | {2048 / middle:.0f} ({2048 / low:.0f}-{2048 / high:.0f}) | {peer / middle:.2f} | {memory[name]:.0f} |")
+    with open(os.path.join(ROOT, "studies", "results", "bench_cpu.csv"), "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["env_id", "name", "round", "iterations", "median_steps_per_second", "peak_rss_mb"])
+        for number in range(args.rounds):
+            for name, command in contenders(args).items():
+                durations, memory = measure(command, args.seconds)
+                row = [args.env_id, name, number, len(durations), round(2048 / statistics.median(durations), 1), round(memory)]
+                writer.writerow(row)
+                file.flush()
+                print(*row)
 
 
 if __name__ == "__main__":
