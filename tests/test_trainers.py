@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import types
+from collections import namedtuple
 
 import gymnasium as gym
 import numpy as np
@@ -148,13 +149,11 @@ def tensors(value):
 
 def same_bits(x, y):
     """Whether two tensors, or two nests of them, agree in dtype, shape and every bit (so NaN equals NaN)."""
-    x, y = tensors(x), tensors(y)
-    return len(x) == len(y) and all(
-        a.dtype == b.dtype and a.shape == b.shape and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
-        if a.dtype != torch.bfloat16
-        else b.dtype == a.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
-        for a, b in zip(x, y)
-    )
+
+    def bits(tensor):
+        return tensor.dtype, tensor.shape, tensor.detach().reshape(-1).contiguous().view(torch.uint8).tolist()
+
+    return [bits(tensor) for tensor in tensors(x)] == [bits(tensor) for tensor in tensors(y)]
 
 
 def python(*arguments, cwd, **environment):
@@ -259,13 +258,16 @@ def test_gae_equals_stable_baselines3(trainer, num_envs):
 # --- rollout
 
 
+Transition = namedtuple("Transition", "obs led_to failed cut reward length")  # length: of the episode so far
+
+
 def script(env, steps):
-    """The transitions of one scripted environment: (observation, next observation, failed, cut, episode, time)."""
+    """The transitions of one scripted environment."""
     episode, time = 0, 0
     for _ in range(steps):
         over, fail = time + 1 == lengths(env, episode), fails(env, episode)
         here, there = (np.array([env, episode, t]) / 8 for t in (time, time + 1))
-        yield here, there, over and fail, over and not fail, episode, time + 1
+        yield Transition(here, there, over and fail, over and not fail, episode + (time + 1) / 8, time + 1)
         episode, time = (episode + 1, 0) if over else (episode, time + 1)
 
 
@@ -284,28 +286,27 @@ def test_rollout_holds_the_transitions_of_the_script(trainer, flags, num_envs):
     for start in (0, steps):
         for i in range(num_envs):
             part = expected[i][start : start + steps]
-            assert any(row[2] for row in part) and any(row[3] for row in part)
+            assert any(row.failed for row in part) and any(row.cut for row in part)
 
     for start in (0, steps):  # the second rollout goes on where the first stopped
         run.normalizer.observed, run.normalizer.rewards = [], []
         batch, episodes = collect(run)
         part = [[expected[i][start + step] for i in range(num_envs)] for step in range(steps)]
-        flat = [row for rows in part for row in rows]
+        flat = [(step, i, part[step][i]) for step in range(steps) for i in range(num_envs)]
 
         # every row is a real transition: within an episode the next row is where this one led, after it the reset observation
         assert batch["obs"].dtype == dtype
-        np.testing.assert_array_equal(batch["obs"].float(), [row[0] for row in flat])
-        following = [expected[i][start + step + 1][0] for step in range(steps) for i in range(num_envs) if start + step + 1 < 48]
+        np.testing.assert_array_equal(batch["obs"].float(), [row.obs for _, _, row in flat])
+        following = [expected[i][start + step + 1].obs for step, i, _ in flat if start + step + 1 < 2 * steps]
         np.testing.assert_array_equal(run.normalizer.observed[: len(following)], following)  # final observations: never observed
         assert len(run.normalizer.observed) == steps * num_envs
         np.testing.assert_array_equal(run.next_obs, run.normalizer.observed[-num_envs:])
 
         # rewards and ends of episodes
-        rewards = [(row[4] + row[5] / 8, row[2] or row[3], i) for rows in part for i, row in enumerate(rows)]
-        assert run.normalizer.rewards == rewards
+        assert run.normalizer.rewards == [(row.reward, row.failed or row.cut, i) for _, i, row in flat]
 
         # the environments got the stored actions, clipped to their bounds
-        executed = [run.envs[i].unwrapped.actions[start + step] for step in range(steps) for i in range(num_envs)]
+        executed = [run.envs[i].unwrapped.actions[start + step] for step, i, _ in flat]
         np.testing.assert_array_equal(batch["actions"].float().clamp(-0.5, 0.5), np.stack(executed))
         assert 0.05 < (batch["actions"].abs() < 0.5).float().mean() < 0.95  # some clipped, some not
         for tensor in batch.values():
@@ -317,37 +318,34 @@ def test_rollout_holds_the_transitions_of_the_script(trainer, flags, num_envs):
             def value(observations):
                 return run.agent.value(torch.tensor(np.array(observations)).to(dtype)).double().numpy()
 
-            values = value([row[0] for row in flat]).reshape(steps, num_envs)
-            led_to = value([row[1] for row in flat]).reshape(steps, num_envs)  # final observations where a time limit cut
+            values = value([row.obs for _, _, row in flat]).reshape(steps, num_envs)
+            led_to = value([row.led_to for _, _, row in flat]).reshape(
+                steps, num_envs
+            )  # final observations where a time limit cut
         gamma, gae_lambda, advantages = run.args.gamma, run.args.gae_lambda, np.zeros((steps, num_envs))
-        for i in range(num_envs):
-            for step in range(steps):
-                weight = 1.0
-                for t in range(step, steps):
-                    _, _, failed, cut, episode, time = part[t][i]
-                    delta = episode + time / 8 + gamma * led_to[t, i] * (not failed) - values[t, i]
-                    advantages[step, i] += weight * delta
-                    weight *= gamma * gae_lambda
-                    if failed or cut:
-                        break
+        for step, i, _ in flat:
+            weight = 1.0
+            for t in range(step, steps):
+                row = part[t][i]
+                delta = row.reward + gamma * led_to[t, i] * (not row.failed) - values[t, i]
+                advantages[step, i] += weight * delta
+                weight *= gamma * gae_lambda
+                if row.failed or row.cut:
+                    break
         # 16 bits: values near 2 are rounded by up to 2^-10 (BF16 2^-7), rewards and advantages up to 32 by up to 2^-6 (2^-3)
         bf16 = "bfloat16" in flags.values()
         rounding = 1e-5 if trainer is ppo_fp32 else (0.15 if bf16 else 0.02)
         np.testing.assert_allclose(batch["values"].float(), values.flatten(), atol=rounding, rtol=0)
         np.testing.assert_allclose(batch["advantages"].float(), advantages.flatten(), atol=rounding, rtol=rounding / 16)
-        np.testing.assert_allclose(
-            batch["returns"].float(), (advantages + values).flatten(), atol=2 * rounding, rtol=rounding / 16
-        )
+        returns = (advantages + values).flatten()
+        np.testing.assert_allclose(batch["returns"].float(), returns, atol=2 * rounding, rtol=rounding / 16)
 
         # every finished episode, with its undiscounted return
-        finished = [
-            (step, sum(row[4] + t / 8 for t in range(1, row[5] + 1)), row[5])
-            for step, rows in enumerate(part)
-            for row in rows
-            if row[2] or row[3]
-        ]
-        assert [(step, length) for step, _, length in episodes] == [(step, length) for step, _, length in finished]
-        np.testing.assert_allclose([episode[1] for episode in episodes], [episode[1] for episode in finished], atol=1e-4)
+        ends = [(step, row) for step, _, row in flat if row.failed or row.cut]
+        assert [(step, length) for step, _, length in episodes] == [(step, row.length) for step, row in ends]
+        # reward: episode + time/8, for the times 1 to length
+        totals = [row.obs[1] * 8 * row.length + row.length * (row.length + 1) / 16 for _, row in ends]
+        np.testing.assert_allclose([episode_return for _, episode_return, _ in episodes], totals, atol=1e-4)
 
 
 @trainers
@@ -536,6 +534,23 @@ def test_non_finite_advantage_changes_nothing(trainer, flags, norm_adv, bad):
     metrics = update(run, run.batch)
     assert metrics["numerics/grad_norm"].isfinite() and theta.isfinite().all()
     assert not same_bits(before, (run.agent.state_dict(), run.optimizer.state_dict()["state"]))
+
+
+@modes
+def test_overflowing_norm_of_finite_gradients_changes_nothing(trainer, flags, monkeypatch):
+    run = warmed_up(trainer, flags)
+    before = copy.deepcopy((run.agent.state_dict(), run.optimizer.state_dict()["state"]))
+    theta = run.optimizer.param_groups[0]["params"][0]
+
+    def steep(agent, minibatch, args):
+        return 1e38 * sum(parameter.float().sum() for parameter in agent.parameters()), {}
+
+    monkeypatch.setattr(trainer, "ppo_loss", steep)
+    metrics = update(run, run.batch)
+    if "float16" not in flags.values():  # in FP16 the elements overflow too
+        assert theta.grad.isfinite().all()
+    assert not metrics["numerics/grad_norm"].isfinite()
+    assert same_bits(before, (run.agent.state_dict(), run.optimizer.state_dict()["state"]))
 
 
 def test_amp_skips_a_step_whose_scaled_gradient_overflows():
