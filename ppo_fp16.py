@@ -252,12 +252,6 @@ def flatten(agent):
     return theta
 
 
-def rms(x, dim):
-    """Root mean square over a dimension, scaled so that no square overflows or underflows."""
-    scale = torch.linalg.vector_norm(x, math.inf, dim, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    return torch.linalg.vector_norm(x / scale, dim=dim) * scale.squeeze(dim) / math.sqrt(x.shape[dim])
-
-
 class SHARP(torch.optim.Optimizer):
     """Module C: Structured Half-precision Adam with Root-state Preconditioning (paper, section 3.3).
 
@@ -271,14 +265,18 @@ class SHARP(torch.optim.Optimizer):
     def __init__(self, params, layout, residual=slice(0, 0), lr=3e-4, betas=(0.9, 0.999), eps=1e-5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps))
         (self.theta,) = self.param_groups[0]["params"]
-        self.layout, self.residual = [(tuple(shape), shared) for shape, shared in layout], residual
+        self.layout, self.residual = [], residual
+        for shape, shared in layout:
+            if not shared:  # joins a neighbour of its kind
+                before, _ = self.layout.pop() if self.layout and not self.layout[-1][1] else ((0,), False)
+                shape = (before[0] + math.prod(shape),)
+            self.layout.append((tuple(shape), shared))
         if sum(math.prod(shape) for shape, _ in self.layout) != self.theta.numel():
             raise ValueError(f"layout must describe {self.theta.numel()} elements, as many as the parameter has")
-        roots = sum(shape[0] if shared else math.prod(shape) for shape, shared in self.layout)
         self.state[self.theta] = dict(
             step=torch.zeros((), device=self.theta.device),
             exp_avg=torch.zeros_like(self.theta),
-            root_exp_avg_sq=self.theta.new_zeros(roots),
+            root_exp_avg_sq=self.theta.new_zeros(sum(shape[0] for shape, _ in self.layout)),
             residual=torch.zeros_like(self.theta[residual], dtype=torch.float32),
         )
         self.update = sharp_update
@@ -304,34 +302,34 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, s
     """One SHARP step in place: reads 16 bits, computes in FP32, writes 16 bits."""
     step, exp_avg, root_exp_avg_sq = state["step"], state["exp_avg"], state["root_exp_avg_sq"]
     (beta1, beta2), sizes = betas, [math.prod(shape) for shape, _ in layout]
-    finite = clip_coef.isfinite()
+    roots = [shape[0] for shape, _ in layout]  # root second moments: one a row, or one an element
+    wide = torch.float32 if theta.dtype == torch.float16 else torch.float64  # for squares: BF16's leave the range of FP32
+    finite = clip_coef == clip_coef  # not NaN
     step.add_(finite)
-    g = gradient.float()
 
     # w <- hypot(sqrt(beta2) w, sqrt(1 - beta2) r), with r = |g|, or the RMS of g over the row that shares w
-    r = torch.cat([rms(g_i.view(shape), 1) if shared else g_i.abs() for g_i, (shape, shared) in zip(g.split(sizes), layout)])
+    pieces = zip(gradient.to(wide).square().split(sizes), layout)
+    r = torch.cat([x.view(shape).mean(1) if shared else x for x, (shape, shared) in pieces]).sqrt().float()
     w = torch.hypot(math.sqrt(beta2) * root_exp_avg_sq.float(), math.sqrt(1 - beta2) * (clip_coef * r)).to(theta.dtype)
 
-    # w^: a shared w, clipped to between a quarter and four times the RMS of its layer, for each element of the row
-    spread = []
-    states = [shape[0] if shared else math.prod(shape) for shape, shared in layout]
-    for w_i, (shape, shared) in zip(w.float().split(states), layout):
-        if shared:
-            layer = rms(w_i, 0)
-            w_i = w_i.clamp(layer / 4, layer * 4)[:, None].expand(shape).flatten()
-        spread.append(w_i)
+    # w^: a shared w clipped to between a quarter and four times the RMS of w over its layer
+    pieces = zip(w.to(wide).square().split(roots), layout)
+    layer = torch.cat([x.mean().expand(shape[0]) if shared else x for x, (shape, shared) in pieces]).sqrt().float()
+    w_hat = w.float().clamp(layer / 4, layer * 4)
 
     # m <- beta1 m + (1 - beta1) g;  u = lr m^ / (w^ / sqrt(1 - beta2^t) + eps)
-    m = beta1 * exp_avg.float() + (1 - beta1) * (clip_coef * g)
     correction1, correction2 = (-torch.expm1(step * math.log(beta)) for beta in betas)
-    u = lr * (m / correction1) / (torch.cat(spread) / correction2.sqrt() + eps)
+    m = beta1 * exp_avg.float() + (1 - beta1) * (clip_coef * gradient.float())
+    pieces = zip((w_hat / correction2.sqrt() + eps).split(roots), layout)
+    denominator = torch.cat([x[:, None].expand(shape).flatten() if shared else x for x, (shape, shared) in pieces])
+    u = lr * (m / correction1) / denominator
 
     # theta <- Q(theta - u); where there is a residual it joins u, and keeps what Q did not take
     u[residual] += state["residual"]
     new = (theta.float() - u).to(theta.dtype)
-    left = (u - (theta.float() - new.float()))[residual]
+    left = u[residual] - (theta[residual].float() - new[residual].float())
     for old, value in ((theta, new), (exp_avg, m), (root_exp_avg_sq, w), (state["residual"], left)):
-        old.copy_(torch.where(finite, value.to(old.dtype), old))
+        torch.where(finite, value.to(old.dtype), old, out=old)
 
 
 class SharpKernel:

@@ -58,9 +58,9 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Torch without CUDA has no current stream, and the kernel sums in an order of its own, with squares that need no scale."""
+    """Torch without CUDA has no current stream, and the kernel sums in an order of its own."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(ppo_fp16, "rms", rms_in_the_kernels_order)
+    monkeypatch.setattr(torch.Tensor, "mean", mean_in_the_kernels_order)
     monkeypatch.setattr(torch, "hypot", lambda a, b: (a * a + b * b).sqrt())
 
 
@@ -71,23 +71,23 @@ def warp_sum(lanes):
     return lanes[..., 0]
 
 
-def rms_in_the_kernels_order(x, dim):
-    """`ppo_fp16.rms`, rows (dim 1) as a warp sums them and layers (dim 0) as a block does."""
+def mean_in_the_kernels_order(x, dim=None):
+    """The means of `sharp_update`: rows (dim 1) as a warp sums them, and layers as a block does."""
     if dim == 1:
         padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 256)).view(len(x), -1, 32, 8)
         lanes = torch.zeros(len(x), 32)
         for step in padded.unbind(1):
             for element in step.unbind(2):
-                lanes = lanes + element * element
-        return (warp_sum(lanes) / x.shape[1]).sqrt()
+                lanes = lanes + element
+        return warp_sum(lanes) / x.shape[1]
     padded = torch.nn.functional.pad(x, (0, -len(x) % 256)).view(-1, 256)
     threads = torch.zeros(256)
     for step in padded:
-        threads = threads + step * step
+        threads = threads + step
     total = torch.zeros(())
     for warp in warp_sum(threads.view(8, 32)):
         total = total + warp
-    return (total / len(x)).sqrt()
+    return total / len(x)
 
 
 def pair(library, layout, residual=slice(0, 3), order=0, loss_scale=1.0, max_grad_norm=0.5):

@@ -1,6 +1,7 @@
 """SHARP (module C) against a slow reference, Adam, and its promises; and what the whole training state is made of."""
 
 import io
+import itertools
 import math
 import random
 import shutil
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import ppo_fp16
-from ppo_fp16 import SHARP, Agent, rms, sharp_update
+from ppo_fp16 import SHARP, Agent, sharp_update
 
 torch.set_num_threads(1)
 
@@ -265,14 +266,20 @@ def test_clip_coef_is_applied_in_fp32():
         assert (optimizer.theta < 0).all() and optimizer.theta.isfinite().all()
 
 
-def test_rms_over_the_whole_range():
-    """Scale-safe: no square overflows or underflows, in FP32 either. Zeros give 0."""
-    ones = torch.tensor([3.0, 4.0, 0.0, 0.0])
-    for scale in (1e-44, 1e-30, 1.0, 1e30, 5e37):
-        x = torch.stack([ones * scale, torch.zeros(4), -ones * scale / 2])
-        exact = [root_mean_square(row) for row in x.double().tolist()]
-        assert rms(x, 1).tolist() == pytest.approx(exact, rel=1e-6, abs=2**-149)
-    assert rms(torch.tensor([3.0, 4.0]), 0).item() == pytest.approx(math.sqrt(12.5))
+@pytest.mark.parametrize(
+    "dtype, scales", [(torch.float16, (2**-23, 1.0, 2.0**13)), (torch.bfloat16, (1e-36, 1e-20, 1.0, 1e20, 5e37))]
+)
+def test_the_rms_of_a_row_over_the_whole_range(dtype, scales):
+    """Scale-safe: no square overflows or underflows. Zeros give 0."""
+    for scale in scales:
+        gradient = torch.tensor([[3.0, 4.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 7.0]], dtype=torch.float64) * scale
+        optimizer = make([((3, 4), True)], dtype=dtype)
+        optimizer.theta.grad = gradient.flatten().to(dtype)
+        optimizer.step()
+        rows = optimizer.theta.grad.double().view(3, 4)
+        exact = [math.sqrt(0.001) * root_mean_square(row) for row in rows.tolist()]
+        w = optimizer.state[optimizer.theta]["root_exp_avg_sq"].double().tolist()
+        assert w == pytest.approx(exact, rel=torch.finfo(dtype).eps, abs=2**-24 if dtype == torch.float16 else 1e-40)
 
 
 # --- residual
@@ -387,10 +394,15 @@ def test_state_bytes_at_width_64(env_id):
 def test_rows_are_shared_in_hidden_layers_only():
     agent = Agent(17, 6).half()
     optimizer = ppo_fp16.make_optimizer(agent, ppo_fp16.Args())
-    names = [name for name, _ in agent.named_parameters()]
-    shared = {name for name, (_, shared) in zip(names, optimizer.layout) if shared}
-    assert shared == {f"{network}.{layer}.weight" for network in ("actor_mean", "critic") for layer in (0, 2)}
-    assert [shape for shape, _ in optimizer.layout] == [tuple(parameter.shape) for parameter in agent.parameters()]
+    parameters, offset, starts = dict(agent.named_parameters()), 0, {}
+    for name, parameter in parameters.items():
+        starts[offset] = name
+        offset += parameter.numel()
+    offsets = [0, *itertools.accumulate(math.prod(shape) for shape, _ in optimizer.layout)]
+    found = {starts[offset]: shape for offset, (shape, of_rows) in zip(offsets, optimizer.layout) if of_rows}
+    hidden = [f"{network}.{layer}.weight" for network in ("actor_mean", "critic") for layer in (0, 2)]
+    assert found == {name: tuple(parameters[name].shape) for name in hidden}
+    assert offsets[-1] == offset
 
 
 # --- scale of the gradient
