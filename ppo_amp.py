@@ -9,6 +9,7 @@ statistics are saved with the model, and evaluations are deterministic.
 """
 
 import csv
+import functools
 import importlib.util
 import json
 import math
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -38,6 +40,7 @@ class Args:
     seed: int = 1  # seed of the experiment
     torch_deterministic: bool = True  # set `torch.backends.cudnn.deterministic`
     cuda: bool = True  # train on the GPU if there is one
+    cuda_graph: bool = True  # on CUDA, replay each update as one CUDA graph
     compile: bool = True  # torch.compile the loss on the CPU, where there is a C++ compiler and the run is long enough to gain
     capture_video: bool = False  # record episodes of the first training environment into the run's folder
     save_model: bool = True  # save the model and its normalisation statistics into the run's folder
@@ -370,6 +373,36 @@ def update_minibatch(agent, optimizer, scaler, minibatch, args, gradient_functio
     return metrics
 
 
+class CudaGraph:
+    """update(minibatch) as one CUDA graph: a launch in place of one for each of its operations.
+
+    The first three run as they are, on a side stream, as capturing demands; the fourth is captured, and replayed from then on.
+    What changes from one to the next has to be in tensors that stay in their place, the learning rate too.
+    """
+
+    def __init__(self, update):
+        self.update, self.stream, self.graph, self.calls, self.minibatch = update, torch.cuda.Stream(), None, 0, None
+
+    def __call__(self, minibatch):
+        if self.minibatch is None:
+            self.minibatch = {name: torch.empty_like(tensor) for name, tensor in minibatch.items()}
+        torch._foreach_copy_(list(self.minibatch.values()), list(minibatch.values()))
+        self.calls += 1
+        if self.calls <= 3:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream), warnings.catch_warnings(action="ignore"):  # Adam's, that it is not captured yet
+                metrics = self.update(self.minibatch)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return metrics
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                metrics = self.update(self.minibatch)
+                self.names, self.values = list(metrics), torch.stack([metric.float() for metric in metrics.values()])
+        self.graph.replay()
+        return dict(zip(self.names, self.values.clone()))
+
+
 def grid_metrics(optimizer, before):
     """What the number format took from one update. before: a copy of the flat parameters from before it."""
     theta = optimizer.param_groups[0]["params"][0]
@@ -457,7 +490,13 @@ def main(args):
         torch._dynamo.config.trace_autograd_ops = True  # forward and backward in one graph
         exact = {"emulate_precision_casts": True}  # without it the compiler keeps chains of 16-bit operations in FP32
         gradient_function = torch.compile(ppo_gradient, options=exact)
-    print(f"{args.run_dir}: training on {device}, {'compiled' if gradient_function is not ppo_gradient else 'eager'}")
+    update = functools.partial(update_minibatch, agent, optimizer, scaler, args=args, gradient_function=gradient_function)
+    if args.cuda_graph and device.type == "cuda":
+        group = optimizer.param_groups[0]
+        group["lr"], group["capturable"] = torch.tensor(group["lr"], device=device), True
+        update = CudaGraph(update)
+    how = "compiled" if gradient_function is not ppo_gradient else "eager", "as CUDA graphs" * isinstance(update, CudaGraph)
+    print(f"{args.run_dir}: training on {device}, {' '.join(how)}")
 
     eval_file = open(os.path.join(args.run_dir, "eval.csv"), "w", newline="")
     eval_csv = csv.writer(eval_file)
@@ -477,8 +516,9 @@ def main(args):
     progress = tqdm(range(1, args.num_iterations + 1), unit="iteration")
     for iteration in progress:
         if args.anneal_lr:
+            lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+                group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
         start = time.perf_counter()
         batch, episodes = rollout(agent, envs, normalizer, next_obs, args)
         rollout_time = time.perf_counter() - start
@@ -491,7 +531,7 @@ def main(args):
                 if end == args.batch_size:
                     before = optimizer.param_groups[0]["params"][0].detach().clone()
                 minibatch = {name: tensor[end - args.minibatch_size : end] for name, tensor in shuffled.items()}
-                metrics.append(update_minibatch(agent, optimizer, scaler, minibatch, args, gradient_function))
+                metrics.append(update(minibatch))
             if args.target_kl is not None and metrics[-1]["losses/approx_kl"] > args.target_kl:
                 break
         metrics = {name: torch.stack([metric[name] for metric in metrics]).float().cpu() for name in metrics[0]}
@@ -510,7 +550,7 @@ def main(args):
         scalars |= grid_metrics(optimizer, before)
         returns = batch["returns"].float()
         scalars["losses/explained_variance"] = (1 - (returns - batch["values"]).var() / returns.var()).item()
-        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
         scalars["charts/SPS"] = args.batch_size / seconds
         scalars["time/rollout_s"], scalars["time/update_s"] = rollout_time, seconds - rollout_time
         for name, scalar in scalars.items():

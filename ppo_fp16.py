@@ -11,6 +11,7 @@ statistics are saved with the model, and evaluations are deterministic.
 
 import copy
 import csv
+import functools
 import importlib.util
 import json
 import math
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import namedtuple
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -43,6 +45,7 @@ class Args:
     seed: int = 1  # seed of the experiment
     torch_deterministic: bool = True  # set `torch.backends.cudnn.deterministic`
     cuda: bool = True  # train on the GPU if there is one
+    cuda_graph: bool = True  # on CUDA, replay each update as one CUDA graph
     compile: bool = True  # torch.compile the loss on the CPU, where there is a C++ compiler and the run is long enough to gain
     capture_video: bool = False  # record episodes of the first training environment into the run's folder
     save_model: bool = True  # save the model and its normalisation statistics into the run's folder
@@ -74,8 +77,9 @@ class Args:
     acting_dtype: Literal["float16", "bfloat16", "float32"] | None = None  # dtype of the policy that acts (default: --dtype)
     module_a: bool = True  # reduce global scalars in FP32, with a scaled gradient norm
     module_b: bool = True  # take the log-ratio from the change of the policy and clip it in the log domain
-    module_c: bool = True  # SHARP and the residual write-back of log_std, instead of Adam
-    cuda_kernel: bool = False  # on CUDA, step with sharp_kernel.cu; needs CuPy, --dtype float16 and modules A and C
+    module_c: bool = True  # SHARP and its write-back, instead of Adam
+    writeback: Literal["log_std", "compensated", "stochastic"] = "log_std"  # what keeps updates below the grid (see SHARP)
+    cuda_kernel: bool = True  # on CUDA, do modules A and C with sharp_kernel.cu, where --dtype is float16 and --writeback log_std
     loss_scale: float = 1.0  # power of two that the loss, the gradient and the optimizer states carry
 
     def __post_init__(self):
@@ -84,6 +88,8 @@ class Args:
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         self.run_name = self.run_name or f"{self.env_id}__{self.exp_name}__{self.seed}__{int(time.time())}".replace("/", "-")
         self.run_dir = os.path.join(self.runs_dir, self.run_name)
+        modules = self.module_a and self.module_c and self.dtype == "float16" and self.writeback == "log_std"
+        self.cuda_kernel = self.cuda_kernel and modules and self.cuda and torch.cuda.is_available()
 
 
 def fail(message):
@@ -116,10 +122,12 @@ def check(args):
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {args.batch_size}")
     if args.capture_video and importlib.util.find_spec("moviepy") is None:
         fail("--capture-video needs moviepy; install it with: pip install moviepy")
-    if args.cuda_kernel and not (torch.cuda.is_available() and args.cuda and importlib.util.find_spec("cupy")):
-        fail("--cuda-kernel needs a CUDA device and CuPy: pip install cupy-cuda13x, where 13 is the CUDA version of PyTorch")
-    if args.cuda_kernel and not (args.module_a and args.module_c and args.dtype == "float16"):
-        fail("--cuda-kernel does modules A and C in FP16; leave it out with --no-module-a, --no-module-c or --dtype bfloat16")
+    if "--cuda-kernel" in sys.argv and not args.cuda_kernel:
+        fail("--cuda-kernel needs a CUDA device, modules A and C, --dtype float16 and --writeback log_std; leave it out")
+    if args.cuda_kernel and (problem := SharpKernel.problem()):
+        fail(f"--cuda-kernel: {problem}; pip install cupy-cuda{torch.version.cuda.split('.')[0]}x, or use --no-cuda-kernel")
+    if args.writeback != "log_std" and not args.module_c:
+        fail(f"--writeback {args.writeback} belongs to module C; leave it out with --no-module-c")
     if "--cuda" in sys.argv and not torch.cuda.is_available():
         fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
     try:
@@ -257,13 +265,14 @@ class SHARP(torch.optim.Optimizer):
 
     params: one flat 16-bit vector. layout: the (shape, shared) of each tensor it consists of, in order; where shared is true, the
     elements of a matrix row share a root second moment, elsewhere each has its own. residual: the slice of the vector whose
-    updates, where the 16-bit grid did not take them, wait in FP32 for the next. lr, betas, eps: as Adam's.
+    updates, where the 16-bit grid did not take them, wait in residual_dtype for the next: in the paper log_std's, in FP32; all
+    of them in 16 bits make it a compensated sum (Kahan). rounding: to 16 bits. lr, betas, eps: as Adam's.
 
-    State: exp_avg (m) and root_exp_avg_sq (w, about sqrt(v)) in the dtype of the vector; step and residual in FP32.
+    State: exp_avg (m) and root_exp_avg_sq (w, about sqrt(v)) in the dtype of the vector, residual in its own; step in FP32.
     """
 
-    def __init__(self, params, layout, residual=slice(0, 0), lr=3e-4, betas=(0.9, 0.999), eps=1e-5):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps))
+    def __init__(self, params, layout, residual=slice(0, 0), residual_dtype=torch.float32, rounding=torch.Tensor.to, **adam):
+        super().__init__(params, dict(lr=3e-4, betas=(0.9, 0.999), eps=1e-5) | adam)
         (self.theta,) = self.param_groups[0]["params"]
         self.layout, self.residual = [], residual
         for shape, shared in layout:
@@ -277,9 +286,9 @@ class SHARP(torch.optim.Optimizer):
             step=torch.zeros((), device=self.theta.device),
             exp_avg=torch.zeros_like(self.theta),
             root_exp_avg_sq=self.theta.new_zeros(sum(shape[0] for shape, _ in self.layout)),
-            residual=torch.zeros_like(self.theta[residual], dtype=torch.float32),
+            residual=torch.zeros_like(self.theta[residual], dtype=residual_dtype),
         )
-        self.update = sharp_update
+        self.rounding, self.update = rounding, sharp_update
 
     @torch.no_grad()
     def step(self, closure=None, clip_coef=None):
@@ -288,7 +297,8 @@ class SHARP(torch.optim.Optimizer):
         group, theta = self.param_groups[0], self.theta
         clip_coef = torch.ones((), device=theta.device) if clip_coef is None else clip_coef
         lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=theta.device)
-        self.update(theta, theta.grad, clip_coef, lr, group["betas"], group["eps"], self.layout, self.residual, self.state[theta])
+        tables = self.layout, self.residual, self.rounding
+        self.update(theta, theta.grad, clip_coef, lr, group["betas"], group["eps"], *tables, self.state[theta])
         return loss
 
     def load_state_dict(self, state_dict):
@@ -298,7 +308,15 @@ class SHARP(torch.optim.Optimizer):
         self.state[self.theta] = {name: tensor.copy_(saved[name].view_as(tensor)) for name, tensor in state.items()}
 
 
-def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, state):
+def stochastic_rounding(x, dtype):
+    """x (FP32, finite) rounded to a 16-bit dtype, up or down with the chances that make it right on average."""
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two, the largest up to |x|
+    spacing = (power * torch.finfo(dtype).eps).clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    below = (x / spacing).floor()
+    return ((below + (torch.rand_like(x) < x / spacing - below)) * spacing).to(dtype)
+
+
+def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, rounding, state):
     """One SHARP step in place: reads 16 bits, computes in FP32, writes 16 bits."""
     step, exp_avg, root_exp_avg_sq = state["step"], state["exp_avg"], state["root_exp_avg_sq"]
     (beta1, beta2), sizes = betas, [math.prod(shape) for shape, _ in layout]
@@ -310,7 +328,7 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, s
     # w <- hypot(sqrt(beta2) w, sqrt(1 - beta2) r), with r = |g|, or the RMS of g over the row that shares w
     pieces = zip(gradient.to(wide).square().split(sizes), layout)
     r = torch.cat([x.view(shape).mean(1) if shared else x for x, (shape, shared) in pieces]).sqrt().float()
-    w = torch.hypot(math.sqrt(beta2) * root_exp_avg_sq.float(), math.sqrt(1 - beta2) * (clip_coef * r)).to(theta.dtype)
+    w = torch.hypot(math.sqrt(beta2) * root_exp_avg_sq.float(), math.sqrt(1 - beta2) * (clip_coef * r)).to(root_exp_avg_sq.dtype)
 
     # w^: a shared w clipped to between a quarter and four times the RMS of w over its layer
     pieces = zip(w.to(wide).square().split(roots), layout)
@@ -326,7 +344,7 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, s
 
     # theta <- Q(theta - u); where there is a residual it joins u, and keeps what Q did not take
     u[residual] += state["residual"]
-    new = (theta.float() - u).to(theta.dtype)
+    new = rounding(theta.float() - u, theta.dtype)
     left = u[residual] - (theta[residual].float() - new[residual].float())
     for old, value in ((theta, new), (exp_avg, m), (root_exp_avg_sq, w), (state["residual"], left)):
         torch.where(finite, value.to(old.dtype), old, out=old)
@@ -356,6 +374,18 @@ class SharpKernel:
         self.grad_norm, self.clip_coef = self.scalars[1], self.scalars[2]
 
     @staticmethod
+    def problem():
+        """What keeps CuPy from launching kernels beside PyTorch, or None."""
+        try:
+            import cupy
+        except ImportError as error:
+            return f"cannot import CuPy ({str(error).splitlines()[0]})"
+        if int(cupy.__version__.split(".")[0]) < 13:
+            return f"CuPy {cupy.__version__} is too old"
+        if (version := cupy.cuda.runtime.runtimeGetVersion()) // 1000 != int(torch.version.cuda.split(".")[0]):
+            return f"CuPy is built for CUDA {version // 1000}, PyTorch for {torch.version.cuda}"
+
+    @staticmethod
     def tables(layout, residual, run=1024):
         """The rows and layers that describe the flat vector to the kernels, as the structs `Row` and `Layer` have it."""
         rows, layers, offset, root = [], [], 0, 0
@@ -373,7 +403,7 @@ class SharpKernel:
             offset, root = offset + size, root + (shape[0] if shared else size)
         return rows, layers
 
-    def __call__(self, theta, gradient, clip_coef, lr, betas, eps, layout, residual, state):
+    def __call__(self, theta, gradient, clip_coef, lr, betas, eps, layout, residual, rounding, state):
         exp_avg, root = state["exp_avg"], state["root_exp_avg_sq"]
         for x in (theta, gradient, exp_avg, root):
             if x.dtype != torch.float16 or x.device != self.rows.device or not x.is_contiguous() or gradient.shape != theta.shape:
@@ -410,7 +440,12 @@ def make_optimizer(agent, args):
     hidden = [layer for network in (agent.actor_mean, agent.critic) for layer in network[:-1] if isinstance(layer, Linear)]
     shared = {id(layer.weight) for layer in hidden}
     layout = [(parameter.shape, id(parameter) in shared) for parameter in agent.parameters()]  # log_std is the first
-    optimizer = SHARP([theta], layout, residual=slice(0, len(agent.log_std)), lr=args.learning_rate, eps=eps)
+    writeback = dict(
+        log_std=dict(residual=slice(0, len(agent.log_std))),
+        compensated=dict(residual=slice(0, len(theta)), residual_dtype=theta.dtype),
+        stochastic=dict(rounding=stochastic_rounding),
+    )
+    optimizer = SHARP([theta], layout, lr=args.learning_rate, eps=eps, **writeback[args.writeback])
     if args.cuda_kernel:
         optimizer.update = SharpKernel(optimizer, args.max_grad_norm, args.loss_scale)
     return optimizer
@@ -570,6 +605,36 @@ def update_minibatch(agent, optimizer, minibatch, args, gradient_function=ppo_gr
     return metrics
 
 
+class CudaGraph:
+    """update(minibatch) as one CUDA graph: a launch in place of one for each of its operations.
+
+    The first three run as they are, on a side stream, as capturing demands; the fourth is captured, and replayed from then on.
+    What changes from one to the next has to be in tensors that stay in their place, the learning rate too.
+    """
+
+    def __init__(self, update):
+        self.update, self.stream, self.graph, self.calls, self.minibatch = update, torch.cuda.Stream(), None, 0, None
+
+    def __call__(self, minibatch):
+        if self.minibatch is None:
+            self.minibatch = {name: torch.empty_like(tensor) for name, tensor in minibatch.items()}
+        torch._foreach_copy_(list(self.minibatch.values()), list(minibatch.values()))
+        self.calls += 1
+        if self.calls <= 3:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream), warnings.catch_warnings(action="ignore"):  # Adam's, that it is not captured yet
+                metrics = self.update(self.minibatch)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return metrics
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                metrics = self.update(self.minibatch)
+                self.names, self.values = list(metrics), torch.stack([metric.float() for metric in metrics.values()])
+        self.graph.replay()
+        return dict(zip(self.names, self.values.clone()))
+
+
 def grid_metrics(optimizer, before):
     """What the number format took from one update. before: a copy of the flat parameters from before it."""
     theta = optimizer.param_groups[0]["params"][0]
@@ -666,7 +731,13 @@ def main(args):
         exact = {"emulate_precision_casts": True}  # without it the compiler keeps chains of 16-bit operations in FP32
         gradient_function = torch.compile(ppo_gradient, options=exact)
         optimizer.update = torch.compile(sharp_update, options=exact)  # Module C
-    print(f"{args.run_dir}: training on {device}, {'compiled' if gradient_function is not ppo_gradient else 'eager'}")
+    update = functools.partial(update_minibatch, agent, optimizer, args=args, gradient_function=gradient_function)
+    if args.cuda_graph and device.type == "cuda" and args.module_c:
+        group = optimizer.param_groups[0]
+        group["lr"], group["capturable"] = torch.tensor(group["lr"], device=device), True
+        update = CudaGraph(update)
+    how = "compiled" if gradient_function is not ppo_gradient else "eager", "as CUDA graphs" * isinstance(update, CudaGraph)
+    print(f"{args.run_dir}: training on {device}, {' '.join(how)}")
 
     eval_file = open(os.path.join(args.run_dir, "eval.csv"), "w", newline="")
     eval_csv = csv.writer(eval_file)
@@ -686,8 +757,9 @@ def main(args):
     progress = tqdm(range(1, args.num_iterations + 1), unit="iteration")
     for iteration in progress:
         if args.anneal_lr:
+            lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+                group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
         start = time.perf_counter()
         batch, episodes = rollout(agent, envs, normalizer, next_obs, args)
         rollout_time = time.perf_counter() - start
@@ -700,7 +772,7 @@ def main(args):
                 if end == args.batch_size:
                     before = optimizer.param_groups[0]["params"][0].detach().clone()
                 minibatch = {name: tensor[end - args.minibatch_size : end] for name, tensor in shuffled.items()}
-                metrics.append(update_minibatch(agent, optimizer, minibatch, args, gradient_function))
+                metrics.append(update(minibatch))
             if args.target_kl is not None and metrics[-1]["losses/approx_kl"] > args.target_kl:
                 break
         metrics = {name: torch.stack([metric[name] for metric in metrics]).float().cpu() for name in metrics[0]}
@@ -720,7 +792,7 @@ def main(args):
         scalars["numerics/fp32_share"] = fp32_share(agent, optimizer, normalizer, batch)
         returns = batch["returns"].float()
         scalars["losses/explained_variance"] = (1 - (returns - batch["values"]).var() / returns.var()).item()
-        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
         scalars["charts/SPS"] = args.batch_size / seconds
         scalars["time/rollout_s"], scalars["time/update_s"] = rollout_time, seconds - rollout_time
         for name, scalar in scalars.items():

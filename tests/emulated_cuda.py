@@ -9,6 +9,7 @@ import shutil
 import subprocess
 
 import numpy as np
+import recorded_graph
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 SOURCE = os.path.join(os.path.dirname(TESTS), "sharp_kernel.cu")
@@ -65,4 +66,6 @@ class Module:
             raise TypeError(f"{name} takes arguments of {sizes} bytes, not {[value.nbytes for value in values]}")
         buffers = [np.atleast_1d(value).copy() for value in values]
         pointers = (ctypes.c_void_p * len(buffers))(*(buffer.ctypes.data for buffer in buffers))
-        getattr(self.library, f"launch_{name}")(grid[0], block[0], pointers, self.order)
+        kernel = functools.partial(getattr(self.library, f"launch_{name}"), grid[0], block[0], pointers, self.order)
+        kernel.arguments = buffers  # kept for as long as the pointers to them
+        recorded_graph.launch(kernel, stream.ptr)

@@ -9,9 +9,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 import ppo_fp16
-from ppo_fp16 import SHARP, Agent, sharp_update
+from ppo_fp16 import SHARP, Agent, sharp_update, stochastic_rounding
 
 torch.set_num_threads(1)
 
@@ -315,6 +317,66 @@ def test_residual_of_log_std_only():
     assert residual.tolist() == torch.tensor([0.1, 0.2, 0.3]).half().tolist()
     assert residual.data_ptr() == agent.log_std.data_ptr()
     assert optimizer.state[optimizer.theta]["residual"].dtype == torch.float32
+
+
+# --- write-back
+
+
+def errors(dtype, **writeback):
+    """After 400 updates of 1e-5, of 600 parameters between 1 and 1.5: how far each is from the FP64 sum, and that sum."""
+    optimizer = make([((600,), False)], dtype, 1 + torch.rand(600, generator=seeded()) / 2, lr=1e-5, **writeback)
+    start, total, state = optimizer.theta.detach().double(), 0.0, optimizer.state[optimizer.theta]
+    torch.manual_seed(0)
+    for t in range(1, 401):
+        step(optimizer, torch.ones(600))
+        m, w = (state[name][0].item() for name in ("exp_avg", "root_exp_avg_sq"))
+        total += 1e-5 * (m / (1 - 0.9**t)) / (w / math.sqrt(1 - 0.999**t) + 1e-5)
+    return optimizer.theta.detach().double() - (start - total), total
+
+
+@pytest.mark.parametrize("dtype, spacing", [(torch.float16, 2**-10), (torch.bfloat16, 2**-7)])
+def test_writeback_keeps_updates_that_the_grid_swallows(dtype, spacing):
+    error, total = errors(dtype)
+    assert total > 0.003 and error.mean() >= 0.9 * total  # hardly a parameter has moved
+    error, _ = errors(dtype, residual=slice(0, 600), residual_dtype=dtype)
+    assert error.abs().max() <= 0.51 * spacing  # one rounding, however many updates
+    error, _ = errors(dtype, rounding=stochastic_rounding)
+    assert error.abs().max() < 10 * spacing and abs(error.mean()) < 4 * error.std() / math.sqrt(600)  # right on average
+
+
+def test_writeback_of_the_trainer():
+    for writeback, residual, dtype in (
+        ("log_std", 6, torch.float32),
+        ("compensated", 11085, torch.float16),
+        ("stochastic", 0, None),
+    ):
+        optimizer = ppo_fp16.make_optimizer(Agent(17, 6).half(), ppo_fp16.Args(writeback=writeback))
+        state = optimizer.state[optimizer.theta]["residual"]
+        assert len(state) == residual and state.dtype == (dtype or torch.float32)
+        assert (optimizer.rounding is stochastic_rounding) == (writeback == "stochastic")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@given(st.integers(-0x8000, 0x7FFF), st.floats(0, 1))
+def test_stochastic_rounding_gives_the_neighbours_with_the_right_chances(dtype, bits, position):
+    low, high = torch.tensor([bits, bits + 1 if bits & 0x7FFF != 0x7FFF else bits], dtype=torch.int16).view(dtype).float()
+    assume(
+        low.isfinite() and high.isfinite() and low.abs() >= 2**-120 * (dtype == torch.bfloat16)
+    )  # FP32 resolves them below that no more
+    x = low + position * (high - low)
+    torch.manual_seed(0)
+    rounded = stochastic_rounding(x.expand(2000).contiguous(), dtype).float()
+    assert ((rounded == low) | (rounded == high)).all()
+    if low != high:
+        assert (rounded == high).float().mean().item() == pytest.approx(((x - low) / (high - low)).item(), abs=0.06)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stochastic_rounding_leaves_what_needs_none(dtype):
+    values = torch.arange(-0x8000, 0x8000).to(torch.int16).view(dtype)
+    for value in values[values.isfinite()].float().view(-1, 64):
+        assert torch.equal(stochastic_rounding(value, dtype).float(), value)
+    assert not stochastic_rounding(torch.tensor([math.inf, -math.inf, math.nan]), dtype).isfinite().any()
 
 
 # --- state

@@ -184,7 +184,7 @@ def test_trainers_differ_in_few_lines():
     fp16 = (ROOT / "ppo_fp16.py").read_text()
     kernel_launch = fp16[fp16.index("class SharpKernel") : fp16.index("class NaiveAdam")]
     assert 0 < changed_lines(fp16.replace(kernel_launch, "")) <= 260
-    assert changed_lines(fp16) <= 300
+    assert changed_lines(fp16) <= 320
 
 
 @pytest.mark.parametrize("other", ["ppo_amp.py", "ppo_fp16.py"])
