@@ -1,8 +1,8 @@
 """Runs a list of trainings as separate processes, one core each, and keeps every finished one.
 
-A study is two files under studies/results: `<study>.csv`, a row per evaluation, and `<study>_runs.csv`, a row per finished run.
-Both are replaced whole, the second after the first, and a run counts as finished once it is in the second: so a study can
-be killed at any moment, and started again it skips what is there.
+A study is three files under studies/results: `<study>.csv`, a row per evaluation, `<study>_numerics.csv`, what the number format
+took at the same steps, and `<study>_runs.csv`, a row per finished run. Each is replaced whole, the last one last, and a run
+counts as finished once it is in that one: so a study can be killed at any moment, and started again it skips what is there.
 """
 
 import csv
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EVALUATION = ["method", "env_id", "seed", "global_step", "mean_return", "std_return", "episodes"]
+NUMERICS = ["method", "env_id", "seed", "global_step", "swallowed_updates", "zero_second_moments", "skipped_updates"]
 RUN = ["method", "env_id", "seed", "seconds", "median_sps", "trainer", "flags", "device", "machine", "versions", "commit"]
 
 
@@ -57,8 +58,29 @@ def replace(path, columns, rows):
     os.replace(path + ".new", path)
 
 
+def numerics_at(events, steps):
+    """What a training logged under `numerics/` at the environment steps at which it was evaluated: a row per step.
+
+    Nothing is measured at step 0, before the first update; the first iteration stands for it. Swallowed updates and zero second
+    moments are shares of the parameters, at the last update before the step; skipped updates are counted from the start.
+    """
+    swallowed, zero, skipped = (
+        {event.step: event.value for event in events.Scalars(f"numerics/{name}")}
+        for name in ("swallowed_updates", "zero_second_moments", "skipped_updates")
+    )
+    return [
+        dict(
+            global_step=step,
+            swallowed_updates=f"{swallowed[step]:.6g}",
+            zero_second_moments=f"{zero[step]:.6g}",
+            skipped_updates=round(sum(count for at, count in skipped.items() if at <= step)),
+        )
+        for step in dict.fromkeys(step or min(swallowed) for step in steps)
+    ]
+
+
 def execute(run):
-    """Trains in a temporary folder. Returns the rows of its evaluations and the row of the run."""
+    """Trains in a temporary folder. Returns the run, the rows of its evaluations and of its numerics, and the row of the run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with tempfile.TemporaryDirectory() as folder:
@@ -73,22 +95,26 @@ def execute(run):
         with open(os.path.join(folder, "run", "args.json")) as file:
             args = json.load(file)
         events = EventAccumulator(os.path.join(folder, "run"), size_guidance={"scalars": 0}).Reload()
+        numerics = [key | row for row in numerics_at(events, [int(row["global_step"]) for row in evaluations])]
         sps = sorted(event.value for event in events.Scalars("charts/SPS"))
     finished = key | dict(seconds=round(seconds, 1), median_sps=round(sps[len(sps) // 2]), trainer=run.trainer)
     finished |= dict(flags=" ".join(run.flags), device=args["device"], machine=f"{platform.machine()}, {os.cpu_count()} cores")
-    return run, evaluations, finished | dict(versions=json.dumps(args["versions"]), commit=args["commit"])
+    return run, evaluations, numerics, finished | dict(versions=json.dumps(args["versions"]), commit=args["commit"])
 
 
 def run_study(study, runs, workers, results=os.path.join(ROOT, "studies", "results")):
     """Executes those of the runs that are not in the study's files yet, `workers` at a time, adding each as it finishes."""
     os.makedirs(results, exist_ok=True)
-    eval_path, runs_path = os.path.join(results, f"{study}.csv"), os.path.join(results, f"{study}_runs.csv")
+    eval_path, numerics_path, runs_path = (os.path.join(results, f"{study}{part}.csv") for part in ("", "_numerics", "_runs"))
     finished = read(runs_path)
     keys = {(row["method"], row["env_id"], row["seed"]) for row in finished}
-    evaluations = [row for row in read(eval_path) if (row["method"], row["env_id"], row["seed"]) in keys]
+    evaluations, numerics = (
+        [row for row in read(path) if (row["method"], row["env_id"], row["seed"]) in keys] for path in (eval_path, numerics_path)
+    )
     todo = [run for run in runs if run.key not in keys]
     parallel = Parallel(n_jobs=workers, backend="loky", return_as="generator_unordered")
-    for _, rows, row in tqdm(parallel(delayed(execute)(run) for run in todo), total=len(todo), desc=study, unit="run"):
-        evaluations, finished = evaluations + rows, [*finished, row]
+    for _, rows, measured, row in tqdm(parallel(delayed(execute)(run) for run in todo), total=len(todo), desc=study, unit="run"):
+        evaluations, numerics, finished = evaluations + rows, numerics + measured, [*finished, row]
         replace(eval_path, EVALUATION, evaluations)
+        replace(numerics_path, NUMERICS, numerics)
         replace(runs_path, RUN, finished)
