@@ -9,7 +9,8 @@ The runs go seed by seed over all tasks and methods, so that what is finished is
 from dataclasses import dataclass
 
 import tyro
-from runner import Run, run_study
+from report import learning_table
+from runner import Options, Run, load, run_study
 
 METHODS = {
     "FP32": ("ppo_fp32.py", ()),
@@ -20,7 +21,7 @@ METHODS = {
 
 
 @dataclass
-class Args:
+class Args(Options):
     env_ids: tuple[str, ...] = (
         "HalfCheetah-v5",
         "Hopper-v5",
@@ -30,15 +31,16 @@ class Args:
         "Swimmer-v5",
     )  # tasks
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # seeds
-    workers: int = 2  # runs at a time; one core each
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
+    if args.report:
+        raise SystemExit(print(learning_table(*load("learning", args.results))))
     runs = [
         Run(method, trainer, flags, env_id, seed)
         for seed in args.seeds
         for env_id in args.env_ids
         for method, (trainer, flags) in METHODS.items()
     ]
-    run_study("learning", runs, args.workers)
+    run_study("learning", runs, args.workers, args.ray_address, args.results)

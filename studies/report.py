@@ -17,12 +17,17 @@ import numpy as np
 import pandas as pd
 from comparison import estimate, return_auc
 from matplotlib.figure import Figure
+from runner import markdown, mean_and_range
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "studies", "results")
 DOCUMENTS = ("README.md", "studies/README.md")
 METHODS = {"FP32": "tab:gray", "AMP-FP16": "tab:blue", "AMP-BF16": "tab:green", "PPO-FP16": "tab:red"}
-STUDIES = ()  # modules beside this one, each with a `table(evaluations, runs)` of the results under its name
+STUDIES = (
+    "ablations",
+    "precision_boundary",
+    "writeback",
+)  # modules beside this one, each with a `table(evaluations, runs)` of the results under its name
 NO_RUNS = "no runs yet"
 
 
@@ -33,17 +38,12 @@ def load(study):
     return evaluations.sort_values(["env_id", "method", "seed", "global_step"]), runs
 
 
-def markdown(columns, rows):
-    """A table in Markdown."""
-    header, *body = [f"| {' | '.join(map(str, line))} |" for line in (columns, *rows)]
-    return "\n".join([header, "|" + "---|" * len(columns), *body])
-
-
 def study_table(study):
     """The table that a study's own module makes, or a text while it has no runs."""
     if not os.path.exists(os.path.join(RESULTS, f"{study}_runs.csv")):
         return NO_RUNS
-    return importlib.import_module(study).table(*load(study))
+    module = importlib.import_module(study)
+    return module.table(*(module.load_with_fp16() if study == "precision_boundary" else load(study)))
 
 
 def learning_table(evaluations, runs):
@@ -57,9 +57,8 @@ def learning_table(evaluations, runs):
             seeds = [run for _, run in of_method.groupby("seed")]
             final = [run.mean_return.iloc[-1] for run in seeds]
             auc = [return_auc(run) for run in seeds]
-            cells = [f"{np.mean(x):.0f} ({min(x):.0f} to {max(x):.0f})" for x in (final, auc)]
             sps = runs[(runs.env_id == env_id) & (runs.method == method)].median_sps.median()
-            rows.append([env_id, method, len(seeds), *cells, f"{sps:.0f}"])
+            rows.append([env_id, method, len(seeds), mean_and_range(final), mean_and_range(auc), f"{sps:.0f}"])
     return markdown(["task", "method", "seeds", "final return", "return AUC", "steps/s"], rows)
 
 

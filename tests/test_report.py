@@ -367,7 +367,7 @@ def test_numerics_table(project):
         for step, share in [(2048, 0.1 * seed), (4096, 0.2 * seed), (6144, 0.3 * seed)]
         if (method, seed) != ("FP32", 3)  # so that the seed counts for none
     ]
-    pd.DataFrame(rows, columns=runner.NUMERICS).to_csv(path, index=False)
+    pd.DataFrame(rows, columns=runner.COLUMNS["_numerics"]).to_csv(path, index=False)
     table = rows_of(report.numerics_table())
     assert list(table) == METHODS
     for row in table.values():

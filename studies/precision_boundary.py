@@ -1,0 +1,89 @@
+"""Precision boundary (paper, section 4.5): PPO-FP16 with BF16 for FP16, and with fewer mantissa bits than FP16 has.
+
+Native-BF16: PPO-FP16 with BF16 in place of FP16, its three modules as they are, on the tasks and seeds of learning.py, with whose
+PPO-FP16 it is compared. In the paper it keeps 10.7 to 79.6% of the return AUC.
+
+E5M10 to E5M5: five exponent bits, as FP16 has, and 10 to 5 mantissa bits, emulated by patched.py, on HalfCheetah-v5 with two
+seeds and 100,352 steps. E5M10 is FP16. In the paper E5M9 still learns, E5M8 and E5M7 return less and vary more between seeds,
+E5M6 and E5M5 learn little.
+
+    python studies/precision_boundary.py --workers 2      # about 5 hours of one core, one of them for E5M10 to E5M5
+    python studies/precision_boundary.py --report
+"""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import tyro
+from comparison import return_auc
+from runner import RESULTS, Options, Run, load, markdown, mean_and_range, run_study
+
+BITS = (10, 9, 8, 7, 6, 5)
+PAPER = {
+    "E5M9": "learns",
+    "E5M8": "returns less, varies more",
+    "E5M7": "returns less, varies more",
+    "E5M6": "learns little",
+    "E5M5": "learns little",
+}
+
+
+@dataclass
+class Args(Options):
+    env_ids: tuple[str, ...] = (
+        "HalfCheetah-v5",
+        "Hopper-v5",
+        "Walker2d-v5",
+        "Humanoid-v5",
+        "InvertedDoublePendulum-v5",
+        "Swimmer-v5",
+    )  # tasks of Native-BF16; leave the list empty for E5M10 to E5M5 only
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # seeds of Native-BF16; the first two are those of E5M10 to E5M5
+    total_timesteps: int = 512_000  # environment steps of each run of Native-BF16
+    emulated_timesteps: int = 100_352  # environment steps of each run of E5M10 to E5M5
+
+
+def make_runs(args):
+    """E5M10 to E5M5 first, which are short; each part seed by seed."""
+    length = ("--total-timesteps", str(args.emulated_timesteps), "--eval-every", "5")
+    emulated = [
+        Run(f"E5M{bits}", "studies/patched.py", ("--mantissa-bits", str(bits), *length), "HalfCheetah-v5", seed)
+        for seed in args.seeds[:2]
+        for bits in BITS
+    ]
+    flags = ("--dtype", "bfloat16", "--total-timesteps", str(args.total_timesteps))
+    return emulated + [Run("Native-BF16", "ppo_fp16.py", flags, env_id, seed) for seed in args.seeds for env_id in args.env_ids]
+
+
+def load_with_fp16(results=RESULTS):
+    """The evaluations of the study and of PPO-FP16 from the learning study, and the study's runs: what `table` takes."""
+    evaluations, runs = load("precision_boundary", results)
+    learning, _ = load("learning", results)
+    return pd.concat([evaluations, learning[learning.method == "PPO-FP16"]]), runs
+
+
+def table(evaluations, runs):
+    """Two tables: Native-BF16 against PPO-FP16 on the seeds of a task that both have finished; E5M10 to E5M5."""
+    curves = evaluations.groupby(["env_id", "seed", "method"], sort=False)[["global_step", "mean_return"]]
+    aucs = curves.apply(return_auc).unstack().reindex(columns=["PPO-FP16", "Native-BF16", *(f"E5M{bits}" for bits in BITS)])
+    rows = []
+    for env_id, pairs in aucs[["PPO-FP16", "Native-BF16"]].dropna().groupby("env_id", sort=False):
+        kept = f"{100 * pairs['Native-BF16'].mean() / pairs['PPO-FP16'].mean():.1f}%"
+        rows.append([env_id, len(pairs), mean_and_range(pairs["PPO-FP16"]), mean_and_range(pairs["Native-BF16"]), kept])
+    columns = ["task", "seeds", "return AUC of PPO-FP16", "return AUC of Native-BF16", "kept (paper: 10.7 to 79.6%)"]
+    native = markdown(columns, rows)
+    rows = []
+    for bits in BITS:
+        of_format = evaluations[evaluations.method == f"E5M{bits}"]
+        final = of_format.groupby("seed").mean_return.last()
+        cells = len(final), mean_and_range(aucs[f"E5M{bits}"].dropna()), mean_and_range(final)
+        rows.append([f"E5M{bits}", *cells, PAPER.get(f"E5M{bits}", "")])
+    return native + "\n\n" + markdown(["format", "seeds", "return AUC", "last return", "paper"], rows)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    if args.report:
+        print(table(*load_with_fp16(args.results)))
+    else:
+        run_study("precision_boundary", make_runs(args), args.workers, args.ray_address, args.results)
