@@ -10,10 +10,13 @@ statistics are saved with the model, and evaluations are deterministic.
 
 import csv
 import functools
+import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
+import pickle
 import platform
 import random
 import shutil
@@ -48,6 +51,9 @@ class Args:
     run_name: str = ""  # name of this run's folder (default: {env_id}__{exp_name}__{seed}__{time})
     eval_every: int = 10  # iterations between deterministic evaluations (there is one before the first and one after the last)
     eval_episodes: int = 10  # episodes of each evaluation
+    evaluate: str = ""  # folder of a run whose saved model is evaluated, instead of training one
+    checkpoint_every: int = 10  # iterations between checkpoints, which --resume continues from
+    resume: str = ""  # folder of a run to continue, to the very bits that it would have had; it brings all other arguments
 
     env_id: str = "HalfCheetah-v5"  # id of the environment
     total_timesteps: int = 512_000  # environment steps of the whole run
@@ -84,7 +90,7 @@ def fail(message):
 
 def check(args):
     """Ends the program through `fail` if an argument cannot be trained with; creates the run's folder if all can."""
-    at_least_1 = "total_timesteps num_envs num_steps num_minibatches update_epochs eval_every eval_episodes"
+    at_least_1 = "total_timesteps num_envs num_steps num_minibatches update_epochs eval_every eval_episodes checkpoint_every"
     for names, valid, meaning in (
         (at_least_1, lambda x: x >= 1, "at least 1"),
         ("learning_rate max_grad_norm", lambda x: 0 < x < math.inf, "positive and finite"),
@@ -115,7 +121,7 @@ def check(args):
         fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose a task where both are a Box")
     env.close()
     try:
-        os.makedirs(args.run_dir)
+        os.makedirs(args.run_dir, exist_ok=bool(args.resume))
     except FileExistsError:
         fail(f"--run-name: {args.run_dir} exists already; choose another name or remove it")
     except OSError as error:
@@ -129,7 +135,34 @@ def make_env(args, record=False):
         env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos"))
     if len(env.observation_space.shape or ()) != 1 and isinstance(env.observation_space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
-    return gym.wrappers.RecordEpisodeStatistics(env)
+    return Replay(gym.wrappers.RecordEpisodeStatistics(env))
+
+
+class Replay(gym.Wrapper):
+    """Knows what led to an environment's state, whatever that consists of: the generator at the last reset, the actions since."""
+
+    def reset(self, **options):
+        self.options, self.generator, self.actions = options, self.unwrapped.np_random.bit_generator.state, bytearray()
+        self.obs, info = super().reset(**options)
+        return self.obs, info
+
+    def step(self, action):
+        self.actions += action.tobytes()
+        self.obs, *rest = super().step(action)
+        return self.obs, *rest
+
+    def history(self):
+        actions, obs = torch.as_tensor(np.frombuffer(self.actions, np.uint8).copy()), torch.as_tensor(self.obs)
+        return dict(options=self.options, generator=self.generator, actions=actions, obs=obs)
+
+    def replay(self, history):
+        """Brings a new environment to the state that another one had. Raises ValueError if it comes to another one."""
+        self.unwrapped.np_random.bit_generator.state = history["generator"]
+        self.reset(**history["options"])
+        for action in np.frombuffer(history["actions"].numpy(), np.float32).reshape(-1, *self.action_space.shape):
+            self.step(action)
+        if not np.array_equal(self.obs, history["obs"].numpy(), equal_nan=True):
+            raise ValueError("the environment does not repeat itself")
 
 
 def env_actions(actions, space):
@@ -143,6 +176,12 @@ class RunningMeanVar:
 
     def __init__(self, mean, var):
         self.mean, self.var, self.count = mean, var, 1e-4
+
+    def state_dict(self):
+        return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state):
+        vars(self).update({name: value.numpy()[()] for name, value in state.items()})
 
     def update(self, value):
         self.count += 1
@@ -415,27 +454,27 @@ def grid_metrics(optimizer, before):
 
 
 @torch.no_grad()
-def evaluate(agent, normalizer, args, episodes):
-    """The returns (episodes,) of the mean action, each episode from its own seed, with the normalisation statistics frozen."""
-    envs = [make_env(args) for _ in range(episodes)]
+def evaluate(agent, normalizer, args, episodes, record=False):
+    """Returns and lengths (episodes,) of the mean action, each episode from its own seed, with the normalisation frozen."""
+    envs = [make_env(args, record=record and i == 0) for i in range(episodes)]
     obs = np.stack([env.reset(seed=args.seed + 10_000 + i)[0] for i, env in enumerate(envs)])
-    returns, running = np.zeros(episodes), list(range(episodes))
+    returns, lengths, running = np.zeros(episodes), np.zeros(episodes, int), list(range(episodes))
     while running:
         mean = agent.mean(torch.as_tensor(normalizer.normalize(obs)).to(agent.log_std))
         actions = env_actions(mean, envs[0].action_space)
         for i in running.copy():
             obs[i], reward, terminated, truncated, _ = envs[i].step(actions[i])
             returns[i] += reward
+            lengths[i] += 1
             if terminated or truncated:
                 running.remove(i)
                 envs[i].close()
-    return returns
+    return returns, lengths
 
 
 def save_model(path, agent, normalizer):
-    statistics = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(normalizer.obs).items()}
-    amp_dtype = str(agent.amp_dtype).removeprefix("torch.")
-    torch.save(dict(agent=agent.state_dict(), obs_statistics=statistics, amp_dtype=amp_dtype), path)  # AMP: acts in it
+    saved = dict(agent=agent.state_dict(), obs_statistics=normalizer.obs.state_dict())
+    torch.save(dict(saved, amp_dtype=str(agent.amp_dtype).removeprefix("torch.")), path)  # AMP: acts in it
 
 
 def load_model(path):
@@ -446,8 +485,84 @@ def load_model(path):
     agent = Agent(obs_dim, len(weights["log_std"]), width, saved["amp_dtype"])
     agent.to(weights["log_std"].dtype).load_state_dict(weights)
     normalizer = Normalizer(obs_dim)
-    vars(normalizer.obs).update({name: value.numpy() for name, value in saved["obs_statistics"].items()})
+    normalizer.obs.load_state_dict(saved["obs_statistics"])
     return agent, normalizer
+
+
+def evaluate_model(args):
+    """Prints what the saved model of a run returns on its task: after training, what its last evaluation found."""
+    try:
+        with open(os.path.join(args.evaluate, "args.json")) as file:
+            saved = json.load(file)
+        agent, normalizer = load_model(os.path.join(args.evaluate, "model.pt"))
+    except Exception as error:  # whatever these files may be
+        fail(f"--evaluate {args.evaluate}: no model of this trainer there ({type(error).__name__}: {str(error).splitlines()[0]})")
+    args.env_id, args.seed, args.run_dir = saved["env_id"], saved["seed"], os.path.join(args.evaluate, "evaluation")
+    returns, lengths = evaluate(agent, normalizer, args, args.eval_episodes, record=args.capture_video)
+    print(
+        f"{args.env_id}: return {returns.mean():.2f} +- {returns.std():.2f}, length {lengths.mean():.1f}, {len(returns)} episodes"
+    )
+
+
+def training_state(parts, normalizer, envs, next_obs):
+    """All that the iterations to come depend on, as tensors, numbers and lists: loading it back runs no code."""
+    numpy_generator = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    return dict(
+        parts={name: part.state_dict() for name, part in parts.items()},
+        discounted_returns=[float(discounted_return) for discounted_return in normalizer.discounted_returns],
+        next_obs=torch.as_tensor(next_obs),
+        envs=[env.history() for env in envs],
+        generators=[random.getstate(), numpy_generator, torch.get_rng_state(), torch.cuda.get_rng_state_all()],
+    )
+
+
+def restore(state, parts, normalizer, envs, next_obs):
+    """Brings all of these, made anew, to the state that `training_state` found them in."""
+    for name, part in parts.items():
+        part.load_state_dict(state["parts"][name])
+    normalizer.discounted_returns = state["discounted_returns"]
+    next_obs[:] = state["next_obs"].numpy()
+    for env, history in zip(envs, state["envs"]):
+        env.replay(history)
+    setters = random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state_all
+    for setter, generator in zip(setters, state["generators"]):
+        setter(generator)
+
+
+def save_checkpoint(run_dir, checkpoint):
+    """Leaves a whole checkpoint.pt at any moment, with its SHA-256 in front; the one before it becomes checkpoint.previous.pt."""
+    path, file = os.path.join(run_dir, "checkpoint.pt"), io.BytesIO()
+    torch.save(checkpoint, file)
+    with open(path + ".new", "wb") as new:
+        new.write(hashlib.sha256(file.getbuffer()).digest() + file.getbuffer())
+        new.flush()
+        os.fsync(new.fileno())
+    if os.path.exists(path):
+        shutil.copyfile(path, os.path.join(run_dir, "checkpoint.previous.pt"))
+    os.replace(path + ".new", path)
+
+
+def load_checkpoint(args, made_by):
+    """The arguments and the checkpoint of the run that --resume names; ends through `fail` if this script cannot continue it."""
+    path, previous = (os.path.join(args.resume, name) for name in ("checkpoint.pt", "checkpoint.previous.pt"))
+    try:
+        with open(path, "rb") as file:
+            digest, content = file.read(32), file.read()
+        if hashlib.sha256(content).digest() != digest:
+            raise ValueError
+        checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except OSError as error:
+        fail(f"--resume {args.resume}: cannot read {path} ({error.strerror}); give the folder of a run that has a checkpoint")
+    except (ValueError, pickle.UnpicklingError):
+        remedy = f"rename {previous}, which is older, to it" if os.path.exists(previous) else "start the run anew"
+        fail(f"--resume {args.resume}: {path} is damaged; {remedy}")
+    for name, value in checkpoint["made_by"].items():
+        if value != made_by[name]:
+            fail(f"--resume {args.resume}: the run was made with {name} {value}, here it is {made_by[name]}; use the same")
+    if asdict(args) != asdict(Args(resume=args.resume, run_name=args.run_name)):
+        fail(f"--resume {args.resume} brings the arguments of that run; leave out all others")
+    folder = dict(zip(("runs_dir", "run_name"), os.path.split(os.path.abspath(args.resume))))
+    return Args(**checkpoint["args"] | folder | dict(resume=args.resume)), checkpoint
 
 
 def compile_pays(args, device):
@@ -466,17 +581,24 @@ def describe(args, device):
 
 
 def main(args):
-    check(args)
+    if args.evaluate:
+        return evaluate_model(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    made_by = dict(
+        trainer=os.path.basename(__file__), device=device.type, torch=str(torch.__version__), gymnasium=gym.__version__
+    )
+    args, checkpoint = load_checkpoint(args, made_by) if args.resume else (args, dict(iteration=0))
+    check(args)
     torch.set_num_threads(1)  # networks this small lose more to a second thread than they gain
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    with open(os.path.join(args.run_dir, "args.json"), "w") as file:
-        json.dump(describe(args, device), file, indent=1)
-    writer = SummaryWriter(args.run_dir, flush_secs=10)
-    writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items()))
+    writer = SummaryWriter(args.run_dir, flush_secs=10, purge_step=checkpoint["iteration"] * args.batch_size + 1)
+    if not args.resume:
+        with open(os.path.join(args.run_dir, "args.json"), "w") as file:
+            json.dump(describe(args, device), file, indent=1)
+        writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items()))
 
     envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
     obs_dim, action_dim = envs[0].observation_space.shape[0], math.prod(envs[0].action_space.shape)
@@ -498,12 +620,11 @@ def main(args):
     how = "compiled" if gradient_function is not ppo_gradient else "eager", "as CUDA graphs" * isinstance(update, CudaGraph)
     print(f"{args.run_dir}: training on {device}, {' '.join(how)}")
 
-    eval_file = open(os.path.join(args.run_dir, "eval.csv"), "w", newline="")
+    eval_file = open(os.path.join(args.run_dir, "eval.csv"), "r+" if args.resume else "w", newline="")
     eval_csv = csv.writer(eval_file)
-    eval_csv.writerow(["global_step", "mean_return", "std_return", "episodes"])
 
     def log_evaluation(global_step):
-        returns = evaluate(agent, normalizer, args, args.eval_episodes)
+        returns, _ = evaluate(agent, normalizer, args, args.eval_episodes)
         eval_csv.writerow([global_step, returns.mean(), returns.std(), len(returns)])
         eval_file.flush()
         writer.add_scalar("eval/mean_return", returns.mean(), global_step)
@@ -511,9 +632,20 @@ def main(args):
 
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
-    next_obs = np.stack([normalizer.observe(env.reset(seed=args.seed + i)[0]) for i, env in enumerate(envs)])
-    status = dict(eval=log_evaluation(0))
-    progress = tqdm(range(1, args.num_iterations + 1), unit="iteration")
+    next_obs, status, first = np.zeros((args.num_envs, obs_dim)), {}, checkpoint["iteration"]
+    parts = dict(agent=agent, optimizer=optimizer, obs=normalizer.obs, returns=normalizer.returns, scaler=scaler)  # AMP: scaler
+    learner = parts, normalizer, envs, next_obs
+    if args.resume:
+        eval_file.seek(eval_file.truncate(checkpoint["eval_size"]))
+        try:
+            restore(checkpoint["state"], *learner)
+        except (RuntimeError, ValueError) as error:
+            fail(f"--resume {args.resume}: {args.env_id} is not as it was: {str(error).splitlines()[0]}")
+    else:
+        eval_csv.writerow(["global_step", "mean_return", "std_return", "episodes"])
+        next_obs[:] = [normalizer.observe(env.reset(seed=args.seed + i)[0]) for i, env in enumerate(envs)]
+        status["eval"] = log_evaluation(0)
+    progress = tqdm(range(first + 1, args.num_iterations + 1), unit="iteration", initial=first, total=args.num_iterations)
     for iteration in progress:
         if args.anneal_lr:
             lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
@@ -559,6 +691,10 @@ def main(args):
             status["eval"] = log_evaluation(global_step)
         status["SPS"] = args.batch_size / seconds
         progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()})
+        if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or interrupted:
+            writer.flush()
+            checkpoint = dict(made_by=made_by, args=asdict(args), iteration=iteration, eval_size=eval_file.tell())
+            save_checkpoint(args.run_dir, dict(checkpoint, state=training_state(*learner)))
         if interrupted:
             progress.write(f"interrupted after {global_step} steps; what was learned is kept in {args.run_dir}")
             break

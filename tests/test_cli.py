@@ -325,7 +325,7 @@ def test_eval_csv_goes_from_the_start_to_the_end(finished):
 def test_model_is_the_one_last_evaluated(finished):
     trainer, args, run, _ = finished
     agent, normalizer = trainer.load_model(run / "model.pt")
-    returns = trainer.evaluate(agent, normalizer, args, args.eval_episodes)
+    returns, _ = trainer.evaluate(agent, normalizer, args, args.eval_episodes)
     last = read(run / "eval.csv")[-1]
     assert (returns.mean(), returns.std()) == (float(last["mean_return"]), float(last["std_return"]))
 
@@ -429,5 +429,5 @@ def test_interrupt_keeps_what_was_learned(trainer, tmp_path):
     # the iteration under way was finished, evaluated and saved
     agent, normalizer = trainer.load_model(tmp_path / "run" / "model.pt")
     args = trainer.Args(env_id="InvertedPendulum-v5")
-    assert trainer.evaluate(agent, normalizer, args, 2).mean() == float(table[-1]["mean_return"])
+    assert trainer.evaluate(agent, normalizer, args, 2)[0].mean() == float(table[-1]["mean_return"])
     assert [step for step, _ in scalars(tmp_path / "run")["eval/mean_return"]] == steps

@@ -458,13 +458,13 @@ def test_evaluation_leaves_no_trace(trainer, flags):
 
     random_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     before = state()
-    first = trainer.evaluate(run.agent, run.normalizer, run.args, 4)
+    first = trainer.evaluate(run.agent, run.normalizer, run.args, 4)[0]
     after = state()
     assert torch.equal(random_state[0], torch.get_rng_state()) and random_state[2] == random.getstate()
     np.testing.assert_equal(np.random.get_state(), random_state[1])
     assert len(before[0]) > 13 and same_bits(before[0], after[0])
     np.testing.assert_equal(after[1:], before[1:])
-    second = trainer.evaluate(run.agent, run.normalizer, run.args, 4)
+    second = trainer.evaluate(run.agent, run.normalizer, run.args, 4)[0]
     assert first.shape == (4,) and first.tobytes() == second.tobytes()
     assert len(set(first)) == 4  # each episode is another one
 
@@ -487,7 +487,7 @@ def test_evaluation_returns_what_the_mean_action_earns(trainer, flags):
             obs, reward, terminated, truncated, _ = env.step(np.clip(action, -0.5, 0.5))
             total, over = total + reward, terminated or truncated
         expected.append(total)
-    returns = trainer.evaluate(run.agent, run.normalizer, run.args, 5)
+    returns, lengths = trainer.evaluate(run.agent, run.normalizer, run.args, 5)
     # up to 7 steps of two actions below 1, each rounded by at most 2^-12 or, in BF16, 2^-9
     np.testing.assert_allclose(returns, expected, rtol=0, atol=14 * 2**-9 if "bfloat16" in flags.values() else 14 * 2**-12)
 
@@ -505,10 +505,10 @@ def test_saved_model_evaluates_to_the_same_bits(trainer, flags, tmp_path):
     np.testing.assert_equal(vars(normalizer.obs), vars(run.normalizer.obs))
     if trainer is ppo_amp:
         assert agent.amp_dtype == run.agent.amp_dtype == getattr(torch, flags["amp_dtype"])
-    returns = [trainer.evaluate(*pair, run.args, 4).tobytes() for pair in ((agent, normalizer), (run.agent, run.normalizer))]
+    returns = [trainer.evaluate(*pair, run.args, 4)[0].tobytes() for pair in ((agent, normalizer), (run.agent, run.normalizer))]
     assert returns[0] == returns[1]
     # a policy without its statistics is another policy
-    assert trainer.evaluate(agent, trainer.Normalizer(len(normalizer.obs.mean)), run.args, 4).tobytes() != returns[0]
+    assert trainer.evaluate(agent, trainer.Normalizer(len(normalizer.obs.mean)), run.args, 4)[0].tobytes() != returns[0]
 
 
 # --- updates
