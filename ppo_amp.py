@@ -47,6 +47,10 @@ class Args:
     compile: bool = True  # torch.compile the loss on the CPU, where there is a C++ compiler and the run is long enough to gain
     capture_video: bool = False  # record episodes of the first training environment into the run's folder
     save_model: bool = True  # save the model and its normalisation statistics into the run's folder
+    quiet: bool = False  # show no progress bar
+    track: bool = False  # log to Weights & Biases too, which needs wandb
+    wandb_project_name: str = "ppo-fp16"  # its project
+    wandb_entity: str | None = None  # its entity, a team or a user
     runs_dir: str = "runs"  # folder that holds the folders of all runs
     run_name: str = ""  # name of this run's folder (default: {env_id}__{exp_name}__{seed}__{time})
     eval_every: int = 10  # iterations between deterministic evaluations (there is one before the first and one after the last)
@@ -111,29 +115,31 @@ def check(args):
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {args.batch_size}")
     if args.capture_video and importlib.util.find_spec("moviepy") is None:
         fail("--capture-video needs moviepy; install it with: pip install moviepy")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track needs wandb; install it with: pip install wandb")
     if "--cuda" in sys.argv and not torch.cuda.is_available():
         fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
     try:
         env = make_env(args)
-    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
+    except (gym.error.Error, ImportError, ValueError, TypeError, NotImplementedError) as error:
         fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
-    if not isinstance(env.action_space, gym.spaces.Box) or not isinstance(env.observation_space, gym.spaces.Box):
-        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose a task where both are a Box")
+    if not all(isinstance(space, gym.spaces.Box) for space in (env.action_space, env.observation_space)):
+        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose one with Box actions")
     env.close()
     try:
         os.makedirs(args.run_dir, exist_ok=bool(args.resume))
     except FileExistsError:
         fail(f"--run-name: {args.run_dir} exists already; choose another name or remove it")
     except OSError as error:
-        fail(f"--runs-dir {args.runs_dir}: cannot create {args.run_dir} ({error.strerror}); choose a folder you can write to")
+        fail(f"--runs-dir, --run-name: cannot create {args.run_dir} ({error.strerror}); choose a folder you can write to")
 
 
 def make_env(args, record=False):
     """One environment. What else CleanRL's wrappers do is done by `Normalizer` and `env_actions`, a third faster a step."""
-    env = gym.make(args.env_id, render_mode="rgb_array" if record else None)
+    env = gym.make(args.env_id, **dict(render_mode="rgb_array") if record else {})
     if record:
         env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos"))
-    if len(env.observation_space.shape or ()) != 1 and isinstance(env.observation_space, gym.spaces.Box):
+    if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return Replay(gym.wrappers.RecordEpisodeStatistics(env))
 
@@ -204,12 +210,16 @@ class Normalizer:
         return np.minimum(np.maximum((obs - self.obs.mean) / np.sqrt(self.obs.var + 1e-8), -10), 10)
 
     def observe(self, obs):
-        """One observation (obs_dim,), taken into the statistics and normalised by them."""
+        """One observation (obs_dim,), taken into the statistics and normalised. Raises FloatingPointError if it is not finite."""
+        if not math.isfinite(np.add.reduce(obs)):
+            raise FloatingPointError("an observation")
         self.obs.update(obs)
         return self.normalize(obs)
 
     def reward(self, reward, done, env):
-        """One reward of one environment, over the running standard deviation of its discounted return."""
+        """One reward of one environment, over the deviation of its discounted return. Raises FloatingPointError, as `observe`."""
+        if not math.isfinite(reward):
+            raise FloatingPointError("a reward")
         discounted_return = self.discounted_returns[env] * self.gamma + reward
         self.returns.update(discounted_return)
         self.discounted_returns[env] = 0.0 if done else discounted_return
@@ -466,7 +476,7 @@ def evaluate(agent, normalizer, args, episodes, record=False):
             obs[i], reward, terminated, truncated, _ = envs[i].step(actions[i])
             returns[i] += reward
             lengths[i] += 1
-            if terminated or truncated:
+            if terminated or truncated or lengths[i] == 10_000:  # for tasks that have no time limit
                 running.remove(i)
                 envs[i].close()
     return returns, lengths
@@ -594,6 +604,11 @@ def main(args):
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.track:
+        import wandb
+
+        names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=args.run_name)
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, dir=args.run_dir)
     writer = SummaryWriter(args.run_dir, flush_secs=10, purge_step=checkpoint["iteration"] * args.batch_size + 1)
     if not args.resume:
         with open(os.path.join(args.run_dir, "args.json"), "w") as file:
@@ -630,7 +645,7 @@ def main(args):
         writer.add_scalar("eval/mean_return", returns.mean(), global_step)
         return returns.mean()
 
-    interrupted = []
+    interrupted, failure = [], None
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
     next_obs, status, first = np.zeros((args.num_envs, obs_dim)), {}, checkpoint["iteration"]
     parts = dict(agent=agent, optimizer=optimizer, obs=normalizer.obs, returns=normalizer.returns, scaler=scaler)  # AMP: scaler
@@ -645,14 +660,19 @@ def main(args):
         eval_csv.writerow(["global_step", "mean_return", "std_return", "episodes"])
         next_obs[:] = [normalizer.observe(env.reset(seed=args.seed + i)[0]) for i, env in enumerate(envs)]
         status["eval"] = log_evaluation(0)
-    progress = tqdm(range(first + 1, args.num_iterations + 1), unit="iteration", initial=first, total=args.num_iterations)
+    iterations = range(first + 1, args.num_iterations + 1)
+    progress = tqdm(iterations, unit="iteration", initial=first, total=args.num_iterations, disable=args.quiet)
     for iteration in progress:
         if args.anneal_lr:
             lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
         start = time.perf_counter()
-        batch, episodes = rollout(agent, envs, normalizer, next_obs, args)
+        try:
+            batch, episodes = rollout(agent, envs, normalizer, next_obs, args)
+        except FloatingPointError as error:
+            failure = f"{args.env_id} returned {error} that is not finite; what was learned before is kept in {args.run_dir}"
+            break
         rollout_time = time.perf_counter() - start
 
         metrics = []
@@ -679,6 +699,8 @@ def main(args):
         norms = metrics["numerics/grad_norm"]
         scalars["numerics/grad_norm_clipped"] = norms.clamp(max=args.max_grad_norm).mean().item()
         scalars["numerics/skipped_updates"] = (~norms.isfinite()).sum().item()
+        if not norms.isfinite().any():
+            progress.write(f"warning: no gradient of iteration {iteration} was finite, so every update was skipped")
         scalars |= grid_metrics(optimizer, before)
         returns = batch["returns"].float()
         scalars["losses/explained_variance"] = (1 - (returns - batch["values"]).var() / returns.var()).item()
@@ -705,6 +727,8 @@ def main(args):
         env.close()
     writer.close()
     eval_file.close()
+    if failure:
+        sys.exit(f"{os.path.basename(__file__)}: error: {failure}")
 
 
 if __name__ == "__main__":

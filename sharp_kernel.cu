@@ -110,6 +110,7 @@ extern "C" __global__ void sharp_statistics(
     if (threadIdx.x == 0) last = atomicAdd(&scalars->finished_blocks, 1u) == gridDim.x - 1;
     __syncthreads();
     if (!last) return;
+    __threadfence();
 
     const volatile float* sums = row_sums;  // written by other blocks
     float sum = 0.0f;

@@ -20,7 +20,11 @@
 #include <utility>
 #include <vector>
 
+#ifdef __SANITIZE_THREAD__
+#define __global__ __attribute__((flatten))  // what a call takes or returns by value, g++ instruments only where it is inlined
+#else
 #define __global__
+#endif
 #define __device__
 #define __host__
 #define __shared__ static __attribute__((section("cuda_shared")))
@@ -29,6 +33,10 @@
 #define __launch_bounds__(...)
 
 using std::isfinite, std::isnan;
+
+#ifndef TIME_LIMIT
+#define TIME_LIMIT 120  // seconds of a launch
+#endif
 
 namespace emulation {
 struct Thread { uint3 index; };
@@ -51,7 +59,7 @@ template <class... A, size_t... I> void launch(void (*kernel)(A...), int grid, i
     std::iota(blocks.begin(), blocks.end(), 0u);
     if (order == 1) std::reverse(blocks.begin(), blocks.end());
     if (order > 1) std::shuffle(blocks.begin(), blocks.end(), std::mt19937(order));
-    alarm(120);
+    alarm(TIME_LIMIT);
     auto run = [&](unsigned thread) {
         _mm_setcsr(_mm_getcsr() | 0x8040);  // CuPy compiles with -ftz=true: FP32 subnormals are flushed
         self.index = {thread, 0, 0};

@@ -32,19 +32,26 @@ def why_not():
     return "" if include_folders() else "no CUDA headers: pip install -r tests/requirements.txt"
 
 
-def build(folder, source=None, compiler="g++", flags=("-O2",)):
-    """Compiles a .cu file, by default the project's, for the CPU; returns the path of the shared library."""
+def build(folder, source=None, flags=("-O2",), program=False):
+    """Compiles a .cu file, by default the project's, for the CPU; returns the path of the shared library.
+
+    program: make a program of it instead, which repeats recorded launches (see replayed_launches.h).
+    """
     with open(source or SOURCE) as file:
         kernels = re.findall(r"__global__ .*?void (\w+)", file.read())
     wrapper = os.path.join(folder, "wrapper.cpp")
     with open(wrapper, "w") as file:
         file.write(f'#include "{TESTS}/cuda_on_cpu.h"\n#include "{source or SOURCE}"\n')
         file.writelines(f"EXPORT({kernel})\n" for kernel in kernels)
-    library = os.path.join(folder, "kernel.so")
+        if program:
+            launches = ", ".join(f"launch_{kernel}" for kernel in kernels)
+            file.write(f'#include "{TESTS}/replayed_launches.h"\n')
+            file.write(f"int main(int, char** argv) {{ return replay(argv, {{{launches}}}); }}\n")
+    output = os.path.join(folder, "kernel" if program else "kernel.so")
     includes = [option for path in include_folders() for option in ("-isystem", path)]
-    options = ["-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", *flags, *includes]
-    subprocess.run([compiler, *options, wrapper, "-o", library], check=True)
-    return library
+    options = ["-std=c++20", "-ffp-contract=off", "-pthread", *([] if program else ["-fPIC", "-shared"]), *flags, *includes]
+    subprocess.run(["g++", *options, wrapper, "-o", output], check=True)
+    return output
 
 
 class Module:
