@@ -89,7 +89,7 @@ class Args:
     module_b: bool = True  # take the log-ratio from the change of the policy and clip it in the log domain
     module_c: bool = True  # SHARP and its write-back, instead of Adam
     writeback: Literal["log_std", "compensated", "stochastic"] = "log_std"  # what keeps updates below the grid (see SHARP)
-    cuda_kernel: bool = True  # on CUDA, do modules A and C with sharp_kernel.cu, where --dtype is float16 and --writeback log_std
+    cuda_kernel: bool = True  # on CUDA, do modules A and C with sharp_kernel.cu (--dtype float16, and not --writeback stochastic)
     loss_scale: float = 1.0  # power of two that the loss, the gradient and the optimizer states carry
 
     def __post_init__(self):
@@ -98,7 +98,7 @@ class Args:
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         self.run_name = self.run_name or f"{self.env_id}__{self.exp_name}__{self.seed}__{int(time.time())}".replace("/", "-")
         self.run_dir = os.path.join(self.runs_dir, self.run_name)
-        modules = self.module_a and self.module_c and self.dtype == "float16" and self.writeback == "log_std"
+        modules = self.module_a and self.module_c and self.dtype == "float16" and self.writeback != "stochastic"
         self.cuda_kernel = self.cuda_kernel and modules and self.cuda and torch.cuda.is_available()
 
 
@@ -135,7 +135,7 @@ def check(args):
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track needs wandb; install it with: pip install wandb")
     if "--cuda-kernel" in sys.argv and not args.cuda_kernel:
-        fail("--cuda-kernel needs a CUDA device, modules A and C, --dtype float16 and --writeback log_std; leave it out")
+        fail("--cuda-kernel needs CUDA, modules A and C, --dtype float16 and no --writeback stochastic; leave it out")
     if args.cuda_kernel and (problem := SharpKernel.problem()):
         fail(f"--cuda-kernel: {problem}; pip install cupy-cuda{torch.version.cuda.split('.')[0]}x, or use --no-cuda-kernel")
     if args.writeback != "log_std" and not args.module_c:
@@ -415,7 +415,8 @@ class SharpKernel:
                 module = cupy.RawModule(code=file.read(), options=("--std=c++17", "--fmad=false"))
         self.statistics, self.apply = (module.get_function(name) for name in ("sharp_statistics", "sharp_apply"))
         self.limits, theta = (np.float32(max_grad_norm), np.float32(loss_scale)), optimizer.theta
-        rows, layers = self.tables(optimizer.layout, optimizer.residual)
+        self.compensated, none = optimizer.state[theta]["residual"].dtype == torch.float16, slice(0, 0)
+        rows, layers = self.tables(optimizer.layout, none if self.compensated else optimizer.residual)
         self.rows, self.layers = (torch.tensor(table, dtype=torch.int32, device=theta.device) for table in (rows, layers))
         self.row_sums, self.layer_rms, self.scalars = (
             theta.new_zeros(n, dtype=torch.float32) for n in (len(rows), len(layers), 6)
@@ -463,7 +464,8 @@ class SharpKernel:
         logs = np.float32(math.log(beta1)), np.float32(math.log(beta2))
         layers = self.layers, np.int32(len(self.layers)), self.row_sums, root, self.layer_rms, self.scalars, state["step"]
         self.launch(self.statistics, gradient, *rows, *layers, *self.limits, *squares, *logs)
-        tensors = theta, gradient, exp_avg, root, state["residual"], *rows, self.layer_rms, self.scalars
+        residuals = (0, state["residual"]) if self.compensated else (state["residual"], 0)
+        tensors = theta, gradient, exp_avg, root, *residuals, *rows, self.layer_rms, self.scalars
         self.launch(self.apply, *tensors, np.float32(beta1), np.float32(1 - beta1), *squares, np.float32(eps))
 
     def launch(self, kernel, *arguments):

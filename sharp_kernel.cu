@@ -6,7 +6,9 @@
 //     r     = |g|, or the RMS of g over the row        w    = Q(sqrt((sqrt(beta2) w)^2 + (sqrt(1 - beta2) clip r)^2))
 //     w^    = w, in a row-shared layer clipped to [1/4, 4] times the RMS of w over the layer's rows
 //     m     = beta1 m + (1 - beta1) clip g             u    = lr (m / (1 - beta1^t)) / (w^ / sqrt(1 - beta2^t) + eps)
-//     theta = Q(theta - u)                             log-std only: u += residual before, residual = u - (theta_old - theta) after
+//     theta = Q(theta - u)                             where there is a residual: u += it before, it = u - (theta_old - theta) after
+//
+// The residual is FP32 for log_std alone, or FP16 (`low`) for every element, which makes it a compensated sum.
 //
 // FP16 is read, FP32 computed, FP16 written. Squares of FP16 numbers neither overflow nor underflow FP32, so no sum is rescaled.
 // If any element of g is not finite, nothing changes but grad_norm, clip_coef and the counter of skipped updates.
@@ -151,7 +153,7 @@ extern "C" __global__ void sharp_statistics(
 // Launch 2: the first moments, the root second moments that elements have of their own, and the parameters.
 extern "C" __global__ __launch_bounds__(32 * WARPS, 3) void sharp_apply(
     __half* __restrict__ theta, const __half* __restrict__ gradient, __half* __restrict__ exp_avg, __half* __restrict__ root,
-    float* __restrict__ residual, const Row* __restrict__ rows, int row_count, const float* __restrict__ layer_rms,
+    float* __restrict__ residual, __half* __restrict__ low, const Row* __restrict__ rows, int row_count, const float* __restrict__ layer_rms,
     const Scalars* __restrict__ scalars, float beta1, float one_minus_beta1, float sqrt_beta2, float sqrt_1_beta2, float eps)
 {
     const int index = blockIdx.x * WARPS + threadIdx.x / 32;
@@ -169,11 +171,12 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 3) void sharp_apply(
 
     for (int j = 8 * lane(); j < row.length; j += 256) {
         const int at = row.offset + j, n = row.length - j;
-        float p[8], g[8], m[8], w[8];
+        float p[8], g[8], m[8], w[8], l[8];
         load(theta + at, n, p);
         load(gradient + at, n, g);
         load(exp_avg + at, n, m);
         if (!shared) load(root + row.root + j, n, w);
+        if (low != nullptr) load(low + at, n, l);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             m[i] = beta1 * m[i] + one_minus_beta1 * (clip * g[i]);
@@ -188,10 +191,15 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 3) void sharp_apply(
                 u += *left;
                 *left = u - (p[i] - __half2float(__float2half_rn(p[i] - u)));
             }
+            if (low != nullptr) {
+                u += l[i];
+                l[i] = u - (p[i] - __half2float(__float2half_rn(p[i] - u)));
+            }
             p[i] -= u;
         }
         store(theta + at, n, p);
         store(exp_avg + at, n, m);
         if (!shared) store(root + row.root + j, n, w);
+        if (low != nullptr) store(low + at, n, l);
     }
 }

@@ -90,13 +90,13 @@ def mean_in_the_kernels_order(x, dim=None):
     return total / len(x)
 
 
-def pair(library, layout, residual=slice(0, 3), order=0, loss_scale=1.0, max_grad_norm=0.5):
+def pair(library, layout, residual=slice(0, 3), order=0, loss_scale=1.0, max_grad_norm=0.5, **writeback):
     """Two optimizers with equal parameters and states, one of them with the kernel."""
     size = sum(math.prod(shape) for shape, _ in layout)
     optimizers = []
     for _ in range(2):
         theta = torch.nn.Parameter((torch.randn(size, generator=torch.Generator().manual_seed(1)) * 0.1).half())
-        optimizers.append(ppo_fp16.SHARP([theta], layout, residual=residual))
+        optimizers.append(ppo_fp16.SHARP([theta], layout, residual=residual, **writeback))
     module = emulated_cuda.Module(library, order)
     optimizers[1].update = ppo_fp16.SharpKernel(optimizers[1], max_grad_norm, loss_scale, module=module)
     return optimizers
@@ -200,10 +200,26 @@ def test_zero_gradient(library, emulated):
 
 
 @needs_emulator
+@pytest.mark.parametrize("layout", [LAYOUT, [((3,), False), ((33, 9), True), ((1,), False)]])
+def test_compensated(library, emulated, layout):
+    """A 16-bit residual of every element. It is rounded from what FP32's last bit may differ in, so it may be a neighbour."""
+    size = sum(math.prod(shape) for shape, _ in layout)
+    optimizers = pair(library, layout, slice(0, size), residual_dtype=torch.float16)
+    for i in range(4):
+        step(*optimizers, hostile(size, i) if i % 2 else (torch.randn(size) * 0.01).half())
+        states = [optimizer.state[optimizer.theta] for optimizer in optimizers]
+        for name in ("exp_avg", "root_exp_avg_sq"):
+            assert torch.equal(states[0][name], states[1][name]), name
+        assert torch.equal(optimizers[0].theta, optimizers[1].theta)
+        expected, actual = (state["residual"].float() for state in states)
+        assert expected.any() and ((expected - actual).abs() <= expected.abs() * 2**-10 + 2**-24).all()
+        assert (expected != actual).float().mean() < 0.01
+
+
 def test_launch_rejects_what_the_kernel_does_not_take(library, emulated):
     _, kernel = pair(library, LAYOUT)
     with pytest.raises(TypeError, match="bytes"):  # a bare number is 8 bytes wide, the parameter 4
-        kernel.update.launch(kernel.update.apply, *[kernel.theta] * 6, 3, *[kernel.theta] * 2, *[np.float32(0)] * 5)
+        kernel.update.launch(kernel.update.apply, *[kernel.theta] * 7, 3, *[kernel.theta] * 2, *[np.float32(0)] * 5)
     kernel.theta.grad = torch.zeros(len(kernel.theta), dtype=torch.float16)
     kernel.update.rows = kernel.update.rows.to("meta")  # stands for another device
     with pytest.raises(ValueError, match="contiguous FP16"):
