@@ -48,9 +48,8 @@ def main(args):
             if process.poll() is None and os.path.exists(os.path.join(run, "checkpoint.pt")):
                 events = EventAccumulator(run).Reload().Scalars("charts/SPS")
                 disk = sum(entry.stat().st_size for entry in os.scandir(run)) / 2**20
-                rows.append(
-                    [round(time.monotonic() - start), events[-1].step, round(resident_mb(process.pid), 1), round(disk, 2)]
-                )
+                seconds, memory = round(time.monotonic() - start), round(resident_mb(process.pid), 1)
+                rows.append([seconds, events[-1].step, memory, round(disk, 2)])
                 print(*rows[-1], flush=True)
         model = torch.load(os.path.join(run, "model.pt"), weights_only=True)["agent"]
         events = EventAccumulator(run, size_guidance={"scalars": 0}).Reload()
@@ -61,12 +60,10 @@ def main(args):
     steps, memory, disk = np.array(rows)[len(rows) // 2 :, 1:].T
     odd = [tag for tag, values in curves.items() if not all(map(math.isfinite, values))]
     finite = all(parameter.isfinite().all() for parameter in model.values()) and not odd
-    print(
-        f"memory: {np.polyfit(steps, memory, 1)[0] * 1e6:+.2f} MB per million steps over the second half, {memory.max():.0f} MB at most"
-    )
-    print(
-        f"disk: {disk[-1] / steps[-1] * 1e6:.2f} MB per million steps; curves: {len(curves)}; not finite: {', '.join(odd) or 'nothing'}"
-    )
+    slope = np.polyfit(steps, memory, 1)[0] * 1e6
+    print(f"memory: {memory.max():.0f} MB at most, {slope:+.2f} MB per million steps over the second half")
+    print(f"disk: {disk[-1] / steps[-1] * 1e6:.2f} MB per million steps")
+    print(f"of {len(curves)} curves not finite: {', '.join(odd) or 'none'}")
     raise SystemExit(bool(process.returncode or not finite))
 
 
