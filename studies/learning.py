@@ -12,6 +12,7 @@ import tyro
 from report import learning_table
 from runner import Options, Run, load, run_study
 
+ENV_IDS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Humanoid-v5", "InvertedDoublePendulum-v5", "Swimmer-v5")
 METHODS = {
     "FP32": ("ppo_fp32.py", ()),
     "AMP-FP16": ("ppo_amp.py", ("--amp-dtype", "float16")),
@@ -22,14 +23,7 @@ METHODS = {
 
 @dataclass
 class Args(Options):
-    env_ids: tuple[str, ...] = (
-        "HalfCheetah-v5",
-        "Hopper-v5",
-        "Walker2d-v5",
-        "Humanoid-v5",
-        "InvertedDoublePendulum-v5",
-        "Swimmer-v5",
-    )  # tasks
+    env_ids: tuple[str, ...] = ENV_IDS  # tasks
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # seeds
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import pandas as pd
 import tyro
 from comparison import return_auc
+from learning import ENV_IDS
 from runner import RESULTS, Options, Run, load, markdown, mean_and_range, run_study
 
 BITS = (10, 9, 8, 7, 6, 5)
@@ -30,14 +31,7 @@ PAPER = {
 
 @dataclass
 class Args(Options):
-    env_ids: tuple[str, ...] = (
-        "HalfCheetah-v5",
-        "Hopper-v5",
-        "Walker2d-v5",
-        "Humanoid-v5",
-        "InvertedDoublePendulum-v5",
-        "Swimmer-v5",
-    )  # tasks of Native-BF16; leave the list empty for E5M10 to E5M5 only
+    env_ids: tuple[str, ...] = ENV_IDS  # tasks of Native-BF16; leave the list empty for E5M10 to E5M5 only
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # seeds of Native-BF16; the first two are those of E5M10 to E5M5
     total_timesteps: int = 512_000  # environment steps of each run of Native-BF16
     emulated_timesteps: int = 100_352  # environment steps of each run of E5M10 to E5M5

@@ -179,6 +179,19 @@ def speed_table():
     return markdown(["trainer", "steps/s", *(f"over {peer}" for peer in peers), "peak RSS, MB"], rows)
 
 
+def update_table():
+    """Time and optimizer state of one update, from benchmark_update.py."""
+    columns = {"configuration": "width x minibatch", "method": "method", "processes": "processes", "seconds": "ms an update"}
+    columns |= {"speedup": "over FP32", "state_bytes": "optimizer state, KiB", "state_change": "against FP32's"}
+    columns |= {"gradient_error": "gradient's error over its tolerance"}
+    rows = []
+    for row in pd.read_csv(os.path.join(RESULTS, "benchmark_update.csv")).itertuples():
+        time = f"{1e3 * row.seconds:.3g} ({1e3 * row.least_seconds:.3g} to {1e3 * row.most_seconds:.3g})"
+        cells = [f"{row.speedup:.2f}", f"{row.state_bytes / 2**10:.1f}", f"{row.state_change:+.1%}", f"{row.gradient_error:.2f}"]
+        rows.append([row.configuration, row.method, row.processes, time, *cells])
+    return markdown(columns.values(), rows)
+
+
 PAPER_SENSITIVITY = {  # the figures of section 4.1: naive, protected
     "log-ratio, mean absolute error": ("1.07e-3", "4.7e-5"),
     "large-gradient norms that are finite": ("0 of 24", "24 of 24"),
@@ -253,6 +266,7 @@ def main(argv=None):
     aucs = comparison.return_aucs(evaluations, list(METHODS))
     tables = {"learning": learning_table(evaluations, runs), "ranks": ranks_table(aucs), "against": against_table(aucs)}
     tables |= {"wins": wins_table(aucs), "sensitivity": sensitivity_table(), "numerics": numerics_table(), "speed": speed_table()}
+    tables["update"] = update_table()
     tables |= {study: study_table(study) for study in STUDIES}
     figures = {"learning_curves.png": (curves_figure, evaluations)}
     if not aucs.empty:
