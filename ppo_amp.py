@@ -148,24 +148,26 @@ class Replay(gym.Wrapper):
     """Knows what led to an environment's state, whatever that consists of: the generator at the last reset, the actions since."""
 
     def reset(self, **options):
-        self.options, self.generator, self.actions = options, self.unwrapped.np_random.bit_generator.state, bytearray()
+        self.options, self.generator = options, self.unwrapped.np_random.bit_generator.state
+        self.actions, self.dtype = bytearray(), np.float32
         self.obs, info = super().reset(**options)
         return self.obs, info
 
     def step(self, action):
         self.actions += action.tobytes()
+        self.dtype = action.dtype
         self.obs, *rest = super().step(action)
         return self.obs, *rest
 
     def history(self):
-        actions, obs = torch.as_tensor(np.frombuffer(self.actions, np.uint8).copy()), torch.as_tensor(self.obs)
+        actions, obs = torch.as_tensor(np.frombuffer(self.actions, self.dtype).copy()), torch.as_tensor(self.obs)
         return dict(options=self.options, generator=self.generator, actions=actions, obs=obs)
 
     def replay(self, history):
         """Brings a new environment to the state that another one had. Raises ValueError if it comes to another one."""
         self.unwrapped.np_random.bit_generator.state = history["generator"]
         self.reset(**history["options"])
-        for action in np.frombuffer(history["actions"].numpy(), np.float32).reshape(-1, *self.action_space.shape):
+        for action in history["actions"].numpy().reshape(-1, *self.action_space.shape):
             self.step(action)
         if not np.array_equal(self.obs, history["obs"].numpy(), equal_nan=True):
             raise ValueError("the environment does not repeat itself")
@@ -173,8 +175,8 @@ class Replay(gym.Wrapper):
 
 def env_actions(actions, space):
     """Actions (n, action_dim), any dtype and device, as environments take them: within the bounds, in the shape of the space."""
-    low, high = torch.from_numpy(space.low.ravel()), torch.from_numpy(space.high.ravel())
-    return torch.clamp(actions.float().cpu(), low, high).numpy().reshape(-1, *space.shape)
+    actions = np.maximum(actions.float().cpu().numpy(), space.low.ravel())
+    return np.minimum(actions, space.high.ravel()).reshape(-1, *space.shape)
 
 
 class RunningMeanVar:
@@ -212,14 +214,14 @@ class Normalizer:
     def observe(self, obs):
         """One observation (obs_dim,), taken into the statistics and normalised. Raises FloatingPointError if it is not finite."""
         if not math.isfinite(np.add.reduce(obs)):
-            raise FloatingPointError("an observation")
+            raise FloatingPointError("an observation is not finite")
         self.obs.update(obs)
         return self.normalize(obs)
 
     def reward(self, reward, done, env):
         """One reward of one environment, over the deviation of its discounted return. Raises FloatingPointError, as `observe`."""
         if not math.isfinite(reward):
-            raise FloatingPointError("a reward")
+            raise FloatingPointError("a reward is not finite")
         discounted_return = self.discounted_returns[env] * self.gamma + reward
         self.returns.update(discounted_return)
         self.discounted_returns[env] = 0.0 if done else discounted_return
@@ -351,15 +353,13 @@ def compute_gae(rewards, values, next_values, dones, gamma, gae_lambda):
     ended the episode by failure; dones[t] says whether the episode ended at step t, by failure or by time limit. The recurrence,
     one number per environment, is FP32 whatever the dtype of the rest.
     """
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    advantage = torch.zeros(rewards.shape[1])
-    rows = zip(*(tensor.unbind() for tensor in (rewards, values, next_values, dones, advantages, returns)), dones.any(1).tolist())
-    for reward, value, next_value, done, advantage_t, return_t, any_done in reversed(list(rows)):
-        delta = torch.add(reward.float(), next_value, alpha=gamma) - value
-        advantage = torch.add(delta, advantage.masked_fill(done, 0) if any_done else advantage, alpha=gamma * gae_lambda)
-        advantage_t.copy_(advantage)
-        torch.add(advantage, value, out=return_t)
-    return advantages, returns
+    deltas = (rewards.float() + gamma * next_values.float() - values.float()).numpy()
+    decay = (gamma * gae_lambda * (~dones).float()).numpy()
+    advantages, advantage = np.empty_like(deltas), np.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):  # in NumPy, whose calls cost a tenth of PyTorch's
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
+    advantages = torch.from_numpy(advantages)
+    return advantages.to(rewards.dtype), (advantages + values).to(rewards.dtype)
 
 
 def ppo_loss(agent, minibatch, args):
@@ -597,13 +597,44 @@ def main(args):
     made_by = dict(
         trainer=os.path.basename(__file__), device=device.type, torch=str(torch.__version__), gymnasium=gym.__version__
     )
-    args, checkpoint = load_checkpoint(args, made_by) if args.resume else (args, dict(iteration=0))
+    args, checkpoint = load_checkpoint(args, made_by) if args.resume else (args, dict(iteration=0, eval_size=0))
     check(args)
     torch.set_num_threads(1)  # networks this small lose more to a second thread than they gain
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
+    obs_dim, action_dim = envs[0].observation_space.shape[0], math.prod(envs[0].action_space.shape)
+    agent = Agent(obs_dim, action_dim, amp_dtype=args.amp_dtype).to(device)
+    optimizer = torch.optim.Adam([flatten(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == "float16")  # AMP: BF16 needs no scaling
+    normalizer = Normalizer(obs_dim, args.num_envs, args.gamma)
+    next_obs, status, first = np.zeros((args.num_envs, obs_dim)), {}, checkpoint["iteration"]
+    parts = dict(agent=agent, optimizer=optimizer, obs=normalizer.obs, returns=normalizer.returns, scaler=scaler)  # AMP: scaler
+    learner = parts, normalizer, envs, next_obs
+    try:
+        if args.resume:
+            restore(checkpoint["state"], *learner)
+        else:
+            next_obs[:] = [normalizer.observe(env.reset(seed=args.seed + i)[0]) for i, env in enumerate(envs)]
+    except (FloatingPointError, RuntimeError, ValueError) as error:
+        fail(f"--{'resume' if args.resume else 'env-id'}: {args.env_id} cannot start: {str(error).splitlines()[0]}")
+
+    gradient_function = ppo_gradient
+    if compile_pays(args, device):
+        torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
+        torch._dynamo.config.trace_autograd_ops = True  # forward and backward in one graph
+        exact = {"emulate_precision_casts": True}  # without it the compiler keeps chains of 16-bit operations in FP32
+        gradient_function = torch.compile(ppo_gradient, options=exact)
+    update = functools.partial(update_minibatch, agent, optimizer, scaler, args=args, gradient_function=gradient_function)
+    if args.cuda_graph and device.type == "cuda":
+        group = optimizer.param_groups[0]
+        group["lr"], group["capturable"] = torch.tensor(float(group["lr"]), device=device), True
+        update = CudaGraph(update)
+    how = "compiled" if gradient_function is not ppo_gradient else "eager", "as CUDA graphs" * isinstance(update, CudaGraph)
+    print(f"{args.run_dir}: training on {device}, {' '.join(how)}")
+
     if args.track:
         import wandb
 
@@ -614,28 +645,8 @@ def main(args):
         with open(os.path.join(args.run_dir, "args.json"), "w") as file:
             json.dump(describe(args, device), file, indent=1)
         writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items()))
-
-    envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
-    obs_dim, action_dim = envs[0].observation_space.shape[0], math.prod(envs[0].action_space.shape)
-    agent = Agent(obs_dim, action_dim, amp_dtype=args.amp_dtype).to(device)
-    optimizer = torch.optim.Adam([flatten(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == "float16")  # AMP: BF16 needs no scaling
-    normalizer = Normalizer(obs_dim, args.num_envs, args.gamma)
-    gradient_function = ppo_gradient
-    if compile_pays(args, device):
-        torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
-        torch._dynamo.config.trace_autograd_ops = True  # forward and backward in one graph
-        exact = {"emulate_precision_casts": True}  # without it the compiler keeps chains of 16-bit operations in FP32
-        gradient_function = torch.compile(ppo_gradient, options=exact)
-    update = functools.partial(update_minibatch, agent, optimizer, scaler, args=args, gradient_function=gradient_function)
-    if args.cuda_graph and device.type == "cuda":
-        group = optimizer.param_groups[0]
-        group["lr"], group["capturable"] = torch.tensor(group["lr"], device=device), True
-        update = CudaGraph(update)
-    how = "compiled" if gradient_function is not ppo_gradient else "eager", "as CUDA graphs" * isinstance(update, CudaGraph)
-    print(f"{args.run_dir}: training on {device}, {' '.join(how)}")
-
-    eval_file = open(os.path.join(args.run_dir, "eval.csv"), "r+" if args.resume else "w", newline="")
+    eval_file = open(os.path.join(args.run_dir, "eval.csv"), "a", newline="")
+    eval_file.seek(eval_file.truncate(checkpoint["eval_size"]))
     eval_csv = csv.writer(eval_file)
 
     def log_evaluation(global_step):
@@ -647,18 +658,8 @@ def main(args):
 
     interrupted, failure = [], None
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
-    next_obs, status, first = np.zeros((args.num_envs, obs_dim)), {}, checkpoint["iteration"]
-    parts = dict(agent=agent, optimizer=optimizer, obs=normalizer.obs, returns=normalizer.returns, scaler=scaler)  # AMP: scaler
-    learner = parts, normalizer, envs, next_obs
-    if args.resume:
-        eval_file.seek(eval_file.truncate(checkpoint["eval_size"]))
-        try:
-            restore(checkpoint["state"], *learner)
-        except (RuntimeError, ValueError) as error:
-            fail(f"--resume {args.resume}: {args.env_id} is not as it was: {str(error).splitlines()[0]}")
-    else:
+    if not args.resume:
         eval_csv.writerow(["global_step", "mean_return", "std_return", "episodes"])
-        next_obs[:] = [normalizer.observe(env.reset(seed=args.seed + i)[0]) for i, env in enumerate(envs)]
         status["eval"] = log_evaluation(0)
     iterations = range(first + 1, args.num_iterations + 1)
     progress = tqdm(iterations, unit="iteration", initial=first, total=args.num_iterations, disable=args.quiet)
@@ -671,7 +672,7 @@ def main(args):
         try:
             batch, episodes = rollout(agent, envs, normalizer, next_obs, args)
         except FloatingPointError as error:
-            failure = f"{args.env_id} returned {error} that is not finite; what was learned before is kept in {args.run_dir}"
+            failure = f"{args.env_id}: {error}; what was learned before it is kept in {args.run_dir}"
             break
         rollout_time = time.perf_counter() - start
 

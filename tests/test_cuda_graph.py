@@ -1,5 +1,6 @@
 """CudaGraph of the three trainers: a replayed update is the update. Without a GPU it runs on recorded_graph.py's stand-in."""
 
+import copy
 import functools
 
 import pytest
@@ -94,6 +95,25 @@ def test_replaying_is_updating(trainer, flags, device):
             assert torch.equal(one, other), i
         assert i in (20, 21) or not torch.equal(before, graphed[2]()[0])
     assert replay.graph is not None
+
+
+def test_sharp_is_loaded_under_a_graph(device):
+    """In place, so that a graph captured before goes on with what was loaded."""
+    update, optimizer, state = learner(ppo_fp16, {}, device)
+    replay, batches = ppo_fp16.CudaGraph(update), [minibatch(ppo_fp16, torch.float16, i, device) for i in range(12)]
+    for batch in batches[:6]:
+        replay(batch)
+    saved, theta = copy.deepcopy(optimizer.state_dict()), optimizer.theta.detach().clone()
+    results = []
+    for _ in range(2):
+        for batch in batches[6:]:
+            replay(batch)
+        results.append(state())
+        optimizer.load_state_dict(saved)
+        optimizer.theta.data.copy_(theta)
+    assert not torch.equal(results[0][0], theta)
+    for one, other in zip(*results):
+        assert torch.equal(one, other)
 
 
 def test_metrics_are_kept(device):

@@ -78,6 +78,14 @@ def test_what_is_not_finite_ends_the_run_with_what_was_learned(trainer, where, v
 
 
 @trainers
+def test_a_first_observation_that_is_not_finite_is_refused(trainer, tmp_path, capsys):
+    register(obs=lambda step: math.nan)
+    with pytest.raises(SystemExit) as stop:
+        train(trainer, tmp_path)
+    assert stop.value.code == 2 and "--env-id: Misbehaving-v0" in capsys.readouterr().err
+
+
+@trainers
 @pytest.mark.parametrize("reward", [1e8, -1e8, 0.0, 1e-30])
 def test_rewards_of_any_size(trainer, reward, tmp_path):
     register(reward=lambda step: reward)

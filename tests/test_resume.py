@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -321,3 +322,29 @@ def test_replay_brings_back_the_state(env_id, steps):
         one, two = step([env, other])
         assert np.array_equal(one[0], two[0]) and one[1:4] == two[1:4]
         assert one[4].get("episode", {}).get("r") == two[4].get("episode", {}).get("r")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_replay_of_actions_of_any_dtype(dtype, monkeypatch):
+    """`env_actions` gives floats, wider where the bounds are."""
+    space = gym.spaces.Box(-3, 3, (2, 2), dtype)
+
+    class Sums(gym.Env):
+        observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float64), space
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.sum = self.np_random.normal(size=4)
+            return self.sum.copy(), {}
+
+        def step(self, action):
+            self.sum = self.sum + action.ravel()
+            return self.sum.copy(), 0.0, False, False, {}
+
+    one, other = ppo_fp32.Replay(Sums()), ppo_fp32.Replay(Sums())
+    one.reset(seed=1)
+    one.reset()
+    for action in ppo_fp32.env_actions(2 * torch.randn(20, 4), space):
+        one.step(action)
+    other.replay(one.history())
+    assert np.array_equal(one.obs, other.obs)
