@@ -26,7 +26,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal  # AMP
 
 import gymnasium as gym
 import numpy as np
@@ -76,7 +76,7 @@ class Args:
     vf_coef: float = 0.5  # coefficient of the value loss
     max_grad_norm: float = 0.5  # global gradient norm above which gradients are scaled down to it
     target_kl: float | None = None  # end an iteration's updates at the epoch whose KL divergence exceeds this
-    amp_dtype: Literal["float16", "bfloat16"] = "float16"  # dtype of the networks' products; float16 scales the loss
+    amp_dtype: Literal["float16", "bfloat16"] = "float16"  # AMP: dtype of the networks' products; float16 scales the loss
 
     def __post_init__(self):
         self.batch_size = self.num_envs * self.num_steps
@@ -248,9 +248,9 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
 class Agent(nn.Module):
     """A diagonal Gaussian policy and a value function, in separate networks; log_std does not depend on the observation."""
 
-    def __init__(self, obs_dim, action_dim, width=64, amp_dtype="float16"):
+    def __init__(self, obs_dim, action_dim, width=64, amp_dtype="float16"):  # AMP
         super().__init__()
-        self.amp_dtype = getattr(torch, amp_dtype)
+        self.amp_dtype = getattr(torch, amp_dtype)  # AMP
         self.critic = nn.Sequential(
             layer_init(Linear(obs_dim, width)),
             nn.Tanh(),
@@ -394,7 +394,7 @@ def ppo_loss(agent, minibatch, args):
     return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
-def ppo_gradient(agent, minibatch, args, loss_scale):
+def ppo_gradient(agent, minibatch, args, loss_scale):  # AMP
     """The gradient of PPO's loss in the flat parameters, the scalar to clip it with, the metrics: what torch.compile is given."""
     loss, metrics = ppo_loss(agent, minibatch, args)
     loss = loss * loss_scale  # AMP: keeps small gradients out of FP16's subnormals
@@ -404,7 +404,7 @@ def ppo_gradient(agent, minibatch, args, loss_scale):
     return gradient, clip_coef, metrics
 
 
-def update_minibatch(agent, optimizer, scaler, minibatch, args, gradient_function=ppo_gradient):
+def update_minibatch(agent, optimizer, scaler, minibatch, args, gradient_function=ppo_gradient):  # AMP
     """One complete update: loss, gradient, global norm, clipping, optimizer. Returns the metrics, without synchronising.
 
     minibatch: rows of the batch that `rollout` returns. A gradient that is not finite changes nothing.
@@ -416,7 +416,7 @@ def update_minibatch(agent, optimizer, scaler, minibatch, args, gradient_functio
     scaler.unscale_(optimizer)
     theta.grad *= clip_coef
     optimizer.found_inf = (~metrics["numerics/grad_norm"].isfinite()).float()  # where this is 1, fused Adam changes nothing
-    scaler.step(optimizer)
+    scaler.step(optimizer)  # AMP: where the gradient is not finite it is skipped, and the scale halved
     scaler.update()
     metrics["numerics/loss_scale"] = loss_scale
     return metrics
@@ -492,7 +492,7 @@ def load_model(path):
     saved = torch.load(path, map_location="cpu", weights_only=True)
     weights = saved["agent"]
     width, obs_dim = weights["actor_mean.0.weight"].shape
-    agent = Agent(obs_dim, len(weights["log_std"]), width, saved["amp_dtype"])
+    agent = Agent(obs_dim, len(weights["log_std"]), width, saved["amp_dtype"])  # AMP
     agent.to(weights["log_std"].dtype).load_state_dict(weights)
     normalizer = Normalizer(obs_dim)
     normalizer.obs.load_state_dict(saved["obs_statistics"])
@@ -606,7 +606,7 @@ def main(args):
     torch.backends.cudnn.deterministic = args.torch_deterministic
     envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
     obs_dim, action_dim = envs[0].observation_space.shape[0], math.prod(envs[0].action_space.shape)
-    agent = Agent(obs_dim, action_dim, amp_dtype=args.amp_dtype).to(device)
+    agent = Agent(obs_dim, action_dim, amp_dtype=args.amp_dtype).to(device)  # AMP
     optimizer = torch.optim.Adam([flatten(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == "float16")  # AMP: BF16 needs no scaling
     normalizer = Normalizer(obs_dim, args.num_envs, args.gamma)
@@ -627,7 +627,7 @@ def main(args):
         torch._dynamo.config.trace_autograd_ops = True  # forward and backward in one graph
         exact = {"emulate_precision_casts": True}  # without it the compiler keeps chains of 16-bit operations in FP32
         gradient_function = torch.compile(ppo_gradient, options=exact)
-    update = functools.partial(update_minibatch, agent, optimizer, scaler, args=args, gradient_function=gradient_function)
+    update = functools.partial(update_minibatch, agent, optimizer, scaler, args=args, gradient_function=gradient_function)  # AMP
     if args.cuda_graph and device.type == "cuda":
         group = optimizer.param_groups[0]
         group["lr"], group["capturable"] = torch.tensor(float(group["lr"]), device=device), True

@@ -9,7 +9,7 @@ statistics are saved with the model, and evaluations are deterministic.
     python ppo_fp16.py --env-id HalfCheetah-v5 --seed 1        # then: tensorboard --logdir runs
 """
 
-import copy
+import copy  # Module B
 import csv
 import functools
 import hashlib
@@ -27,9 +27,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import namedtuple
+from collections import namedtuple  # Module C
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal  # Storage
 
 import gymnasium as gym
 import numpy as np
@@ -39,7 +39,7 @@ import tyro
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from numerics import clipped_surrogate, gaussian_log_ratio, rounded_sum, sampling_correction, scaled_norm
+from numerics import clipped_surrogate, gaussian_log_ratio, rounded_sum, sampling_correction, scaled_norm  # Modules A and B
 
 
 @dataclass
@@ -119,7 +119,7 @@ def check(args):
         ("clip_coef", lambda x: 0 < x < 1, "between 0 and 1, exclusive"),
         ("target_kl", lambda x: x is None or 0 < x < math.inf, "positive and finite, or left out"),
         ("seed", lambda x: 0 <= x < 2**32, "between 0 and 4294967295"),
-        ("loss_scale", lambda x: x > 0 and math.frexp(x)[0] == 0.5, "a power of two"),
+        ("loss_scale", lambda x: x > 0 and math.frexp(x)[0] == 0.5, "a power of two"),  # Module C
     ):
         for name in names.split():
             if not valid(getattr(args, name)):
@@ -587,7 +587,7 @@ def ppo_loss(agent, minibatch, args):
     value, values = agent.value(minibatch["obs"]).to(wide), minibatch["values"].to(wide)
     advantages, returns = minibatch["advantages"].to(wide), minibatch["returns"].to(wide)
     if args.norm_adv:
-        centered = advantages - reduce_mean(advantages)
+        centered = advantages - reduce_mean(advantages)  # Module A
         std = (reduce_mean(centered.square()) * (len(centered) / (len(centered) - 1))).sqrt()
         advantages = centered / (std + 1e-8)
     advantages = advantages.to(agent.log_std.dtype)
@@ -627,7 +627,7 @@ def ppo_loss(agent, minibatch, args):
 def ppo_gradient(agent, minibatch, args):
     """The gradient of PPO's loss in the flat parameters, the scalar to clip it with, the metrics: what torch.compile is given."""
     loss, metrics = ppo_loss(agent, minibatch, args)
-    loss = loss * args.loss_scale  # exact, and carried through to the optimizer's states and eps
+    loss = loss * args.loss_scale  # Module C: exact, and carried through to the optimizer's states and eps
     gradient = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(agent.parameters()))])
     if args.cuda_kernel:
         return gradient, None, metrics  # sharp_kernel.cu does the rest
@@ -690,7 +690,7 @@ def grid_metrics(optimizer, before):
     """What the number format took from one update. before: a copy of the flat parameters from before it."""
     theta = optimizer.param_groups[0]["params"][0]
     pending = optimizer.state[theta]["exp_avg"] != 0  # Adam moves these, if the grid lets it
-    second_moment = optimizer.state[theta]["root_exp_avg_sq" if isinstance(optimizer, SHARP) else "exp_avg_sq"]
+    second_moment = optimizer.state[theta]["root_exp_avg_sq" if isinstance(optimizer, SHARP) else "exp_avg_sq"]  # Module C
     return {
         "numerics/swallowed_updates": ((pending & (theta == before)).sum() / pending.sum().clamp(min=1)).item(),
         "numerics/zero_second_moments": (second_moment == 0).float().mean().item(),
@@ -850,8 +850,8 @@ def main(args):
     torch.backends.cudnn.deterministic = args.torch_deterministic
     envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
     obs_dim, action_dim = envs[0].observation_space.shape[0], math.prod(envs[0].action_space.shape)
-    agent = Agent(obs_dim, action_dim).to(device, getattr(torch, args.dtype))
-    optimizer = make_optimizer(agent, args)
+    agent = Agent(obs_dim, action_dim).to(device, getattr(torch, args.dtype))  # Storage
+    optimizer = make_optimizer(agent, args)  # Module C
     normalizer = Normalizer(obs_dim, args.num_envs, args.gamma)
     next_obs, status, first = np.zeros((args.num_envs, obs_dim)), {}, checkpoint["iteration"]
     parts = dict(agent=agent, optimizer=optimizer, obs=normalizer.obs, returns=normalizer.returns)
@@ -947,7 +947,7 @@ def main(args):
         if not norms.isfinite().any():
             progress.write(f"warning: no gradient of iteration {iteration} was finite, so every update was skipped")
         scalars |= grid_metrics(optimizer, before)
-        scalars["numerics/fp32_share"] = fp32_share(agent, optimizer, normalizer, batch)
+        scalars["numerics/fp32_share"] = fp32_share(agent, optimizer, normalizer, batch)  # Storage
         returns = batch["returns"].float()
         scalars["losses/explained_variance"] = (1 - (returns - batch["values"]).var() / returns.var()).item()
         scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])

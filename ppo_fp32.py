@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from torch.nn import Linear
+from torch.nn import Linear  # 16 bits have their own
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 

@@ -7,6 +7,7 @@ import difflib
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -185,6 +186,18 @@ def test_trainers_differ_in_few_lines():
     kernel_launch = fp16[fp16.index("class SharpKernel") : fp16.index("class NaiveAdam")]
     assert 0 < changed_lines(fp16.replace(kernel_launch, "")) <= 260
     assert changed_lines(fp16) <= 330
+
+
+@pytest.mark.parametrize("other, names", [("ppo_amp.py", r"AMP|Mixed|16 bits"), ("ppo_fp16.py", r"[Mm]odule|Storage|16 bits")])
+def test_every_hunk_names_its_module(other, names):
+    """In the lines that differ, or just above them; the docstrings explain themselves."""
+    reference, variant = ((ROOT / file).read_text().splitlines() for file in ("ppo_fp32.py", other))
+    matcher = difflib.SequenceMatcher(None, reference, variant, autojunk=False)
+    hunks = [
+        (i1, reference[i1:i2], variant[max(j1 - 2, 0) : j2]) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"
+    ]
+    unnamed = [new or old for at, old, new in hunks if at > 10 and not re.search(names, "\n".join(old + new))]
+    assert len(hunks) > 10 and not unnamed
 
 
 @pytest.mark.parametrize("other", ["ppo_amp.py", "ppo_fp16.py"])
