@@ -188,7 +188,7 @@ def test_trainers_differ_in_few_lines():
     assert changed_lines(fp16) <= 330
 
 
-@pytest.mark.parametrize("other, names", [("ppo_amp.py", r"AMP|Mixed|16 bits"), ("ppo_fp16.py", r"[Mm]odule|Storage|16 bits")])
+@pytest.mark.parametrize("other, names", [("ppo_amp.py", r"AMP|autocast|16 bits"), ("ppo_fp16.py", r"[Mm]odule|Storage|16 bits")])
 def test_every_hunk_names_its_module(other, names):
     """In the lines that differ, or just above them; the docstrings explain themselves."""
     reference, variant = ((ROOT / file).read_text().splitlines() for file in ("ppo_fp32.py", other))
