@@ -572,7 +572,10 @@ def load_checkpoint(args, made_by):
     if asdict(args) != asdict(Args(resume=args.resume, run_name=args.run_name)):
         fail(f"--resume {args.resume} brings the arguments of that run; leave out all others")
     folder = dict(zip(("runs_dir", "run_name"), os.path.split(os.path.abspath(args.resume))))
-    return Args(**checkpoint["args"] | folder | dict(resume=args.resume)), checkpoint
+    try:
+        return Args(**checkpoint["args"] | folder | dict(resume=args.resume)), checkpoint
+    except TypeError:
+        fail(f"--resume {args.resume}: the run was made with another version of this trainer, which has other arguments")
 
 
 def compile_pays(args, device):
@@ -618,7 +621,7 @@ def main(args):
             restore(checkpoint["state"], *learner)
         else:
             next_obs[:] = [normalizer.observe(env.reset(seed=args.seed + i)[0]) for i, env in enumerate(envs)]
-    except (FloatingPointError, RuntimeError, ValueError) as error:
+    except (FloatingPointError, KeyError, RuntimeError, ValueError) as error:
         fail(f"--{'resume' if args.resume else 'env-id'}: {args.env_id} cannot start: {str(error).splitlines()[0]}")
 
     gradient_function = ppo_gradient

@@ -209,6 +209,16 @@ def test_another_trainer_version_or_argument_is_refused(run, capsys, monkeypatch
     assert "torch" in refused(ppo_fp16, dict(resume=str(run)), capsys, monkeypatch)
 
 
+def test_another_version_of_the_trainer_is_refused(run, capsys, monkeypatch):
+    args = torch.load(io.BytesIO((run / "checkpoint.pt").read_bytes()[32:]))["args"]
+    change(run, args=args | dict(no_longer_an_argument=1))
+    assert "another version of this trainer" in refused(ppo_fp16, dict(resume=str(run)), capsys, monkeypatch)
+    change(run, args=args, state={})
+    with pytest.raises(SystemExit):
+        ppo_fp16.main(ppo_fp16.Args(resume=str(run)))
+    assert "--resume" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_an_environment_that_has_changed_is_refused(run, capsys, monkeypatch):
     args = torch.load(io.BytesIO((run / "checkpoint.pt").read_bytes()[32:]))["args"]
     change(run, args=args | dict(env_id="Walker2d-v5"))  # other shapes
