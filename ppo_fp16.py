@@ -354,8 +354,10 @@ class SHARP(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """Exact and in place, where the base class would round the FP32 residual to 16 bits."""
-        state, saved = self.state[self.theta], state_dict["state"][0]
+        state, saved, lr = self.state[self.theta], state_dict["state"][0], self.param_groups[0]["lr"]
         super().load_state_dict(dict(state_dict, state={}))
+        if isinstance(lr, torch.Tensor):
+            self.param_groups[0]["lr"] = lr.fill_(float(self.param_groups[0]["lr"]))
         self.state[self.theta] = {name: tensor.copy_(saved[name].view_as(tensor)) for name, tensor in state.items()}
 
 
@@ -466,7 +468,7 @@ class SharpKernel:
         logs = np.float32(math.log(beta1)), np.float32(math.log(beta2))
         layers = self.layers, np.int32(len(self.layers)), self.row_sums, root, self.layer_rms, self.scalars, state["step"]
         self.launch(self.statistics, gradient, *rows, *layers, *self.limits, *squares, *logs)
-        residuals = (0, state["residual"]) if self.compensated else (state["residual"], 0)
+        residuals = (np.uint64(0), state["residual"]) if self.compensated else (state["residual"], np.uint64(0))
         tensors = theta, gradient, exp_avg, root, *residuals, *rows, self.layer_rms, self.scalars
         self.launch(self.apply, *tensors, np.float32(beta1), np.float32(1 - beta1), *squares, np.float32(eps))
 

@@ -106,7 +106,6 @@ BAD = [
     bad("--env-id", "CartPole-v1"),
     bad("--env-id", "FrozenLake-v1"),
     bad("--env-id", "odd_environments:DictAction-v0"),
-    bad("--env-id", "odd_environments:TupleObservation-v0"),
     bad("--env-id", "odd_environments:MultiBinaryAction-v0"),
     bad("--num-envs", "3", "--num-steps", "100", names="--num-minibatches"),
     bad("--num-minibatches", "4096"),
@@ -326,7 +325,7 @@ def test_run_folder_is_complete(finished):
     _, _, run, _ = finished
     events = [path.name for path in run.iterdir() if path.name.startswith("events.out.tfevents")]
     assert len(events) == 1
-    assert sorted(path.name for path in run.iterdir()) == sorted(["args.json", "eval.csv", "model.pt", *events])
+    assert sorted(path.name for path in run.iterdir()) == sorted(["args.json", "checkpoint.pt", "eval.csv", "model.pt", *events])
 
 
 def test_args_json_repeats_the_run(finished):
