@@ -350,8 +350,8 @@ def compute_gae(rewards, values, next_values, dones, gamma, gae_lambda):
     """Generalised advantage estimation (Schulman et al. 2016): advantages and returns.
 
     All arguments and results are (num_steps, num_envs). next_values[t] is the value of the state that step t led to, 0 if it
-    ended the episode by failure; dones[t] says whether the episode ended at step t, by failure or by time limit. The recurrence,
-    one number per environment, is FP32 whatever the dtype of the rest.
+    ended the episode by failure; dones[t] says whether the episode ended at step t, by failure or by time limit. Advantages
+    and returns are computed in FP32 and stored in the dtype of the rewards; nothing in FP32 outlives the call.
     """
     deltas = (rewards.float() + gamma * next_values.float() - values.float()).numpy()
     decay = (gamma * gae_lambda * (~dones).float()).numpy()

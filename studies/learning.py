@@ -29,12 +29,13 @@ class Args(Options):
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    if args.report:
-        raise SystemExit(print(learning_table(*load("learning", args.results))))
     runs = [
         Run(method, trainer, flags, env_id, seed)
         for seed in args.seeds
         for env_id in args.env_ids
         for method, (trainer, flags) in METHODS.items()
     ]
-    run_study("learning", runs, args.workers, args.ray_address, args.results)
+    if args.report:
+        print(learning_table(*load("learning", args.results)))
+    else:
+        run_study("learning", runs, args.workers, args.ray_address, args.results)

@@ -76,9 +76,10 @@ PAPER_AGAINST = {  # section 4.3: PPO-FP16 against each: wins of 30, difference 
 INFERIOR = -0.05  # PPO-FP16 is "not inferior" where the whole interval of its difference is above this
 
 
-def interval(value, low, high):
+def interval(value, low, high, digits=2):
     """A cell with a figure and its interval, if it has one."""
-    return f"{value:z.2f}" if np.isnan(low) else f"{value:z.2f} ({low:z.2f} to {high:z.2f})"
+    value, low, high = (f"{x:z.{digits}f}" for x in (value, low, high))
+    return value if low == "nan" else f"{value} ({low} to {high})"
 
 
 def scores_of(aucs):
@@ -121,7 +122,7 @@ def against_table(aucs):
     for method, (paper_wins, paper_gain) in PAPER_AGAINST.items():
         j = list(METHODS).index(method)
         verdict = "yes" if gain[1, i, j] > INFERIOR else "not shown"
-        cells = [f"{won[i, j]} of {len(aucs)}", interval(*gain[:, i, j]), verdict, interval(*better[:, i, j])]
+        cells = [f"{won[i, j]} of {len(aucs)}", interval(*gain[:, i, j], digits=3), verdict, interval(*better[:, i, j])]
         rows.append([method, *cells, f"{paper_wins} of 30", paper_gain])
     columns = ["PPO-FP16 against", "wins", "normalized return AUC, difference", f"not inferior (above {INFERIOR})"]
     columns += ["probability of improvement", "paper: wins", "paper: difference"]

@@ -3,6 +3,8 @@ import pathlib
 import sys
 
 import hypothesis
+import pytest
+import recorded_graph
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
@@ -10,7 +12,18 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deterministic")
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 skipped = []
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request):
+    """Where CUDA graphs are tested: on the CPU by their stand-in, and on a GPU where there is one."""
+    if request.param == "cuda":
+        yield torch.device("cuda")
+    else:
+        with recorded_graph.emulated():
+            yield torch.device("cpu")
 
 
 def pytest_runtest_logreport(report):

@@ -13,17 +13,6 @@ import ppo_fp16
 
 WARMUP = 3
 needs_emulator = pytest.mark.skipif(bool(emulated_cuda.why_not()), reason=emulated_cuda.why_not() or "-")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
-def device(request):
-    """The stand-in's promises are tested on the CPU, and on a GPU those of the graphs that it stands for."""
-    if request.param == "cuda":
-        yield torch.device("cuda")
-    else:
-        with recorded_graph.emulated():
-            yield torch.device("cpu")
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_a_method_that_always_wins():
         assert row["not inferior (above -0.05)"] == "yes"
         assert row["probability of improvement"] == "1.00 (1.00 to 1.00)"
         gain = 32 * (3 - METHODS.index(method)) / 100  # a task's scores span 100
-        assert row["normalized return AUC, difference"] == f"{gain:.2f} ({gain:.2f} to {gain:.2f})"
+        assert row["normalized return AUC, difference"] == f"{gain:.3f} ({gain:.3f} to {gain:.3f})"
     matrix = rows_of(report.wins_table(aucs))
     for i, j in itertools.permutations(range(4), 2):
         assert matrix[METHODS[i]][f"over {METHODS[j]}"] == ("30 of 30" if i > j else "0 of 30")
