@@ -503,7 +503,7 @@ def test_compiled_update_agrees_with_eager():
     layout = [((3,), False), ((16, 5), True), ((16,), False), ((3, 16), False)]
     eager, compiled = (make(layout, residual=slice(0, 3), lr=1e-2) for _ in range(2))
     torch._dynamo.reset()
-    compiled.update = torch.compile(sharp_update, fullgraph=True, options={"emulate_precision_casts": True})
+    compiled.update = torch.compile(sharp_update, fullgraph=True, options={"emulate_precision_casts": True, "cpp_wrapper": True})
     for i, gradient in enumerate(random_gradients(layout, 10, seed=10)):
         clip_coef = math.nan if i == 5 else 0.5
         compiled.theta.data.copy_(eager.theta)

@@ -923,7 +923,8 @@ def test_compiled_gradient_equals_eager(trainer):
     minibatch = {name: tensor[:64] for name, tensor in minibatch.items()}
     torch._dynamo.reset()
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        compiled = torch.compile(trainer.ppo_gradient, fullgraph=True, options={"emulate_precision_casts": True})
+        exact = {"emulate_precision_casts": True, "cpp_wrapper": True}
+        compiled = torch.compile(trainer.ppo_gradient, fullgraph=True, options=exact)
         ours, clip_coef, metrics = gradient(run, minibatch, compiled)
     theirs, expected_coef, expected_metrics = gradient(run, minibatch)
     assert ours.dtype == theirs.dtype
