@@ -12,9 +12,11 @@ import os
 import re
 import sys
 
+import ablations
 import comparison
 import numpy as np
 import pandas as pd
+import writeback
 from comparison import estimate, return_auc
 from matplotlib.figure import Figure
 from runner import markdown, mean_and_range
@@ -142,19 +144,22 @@ def wins_table(aucs):
     return markdown(["wins of", *(f"over {method}" for method in METHODS)], rows)
 
 
-def numerics_table():
-    """What the number format takes as the learning rate anneals to 0: at the first iteration, half way and at the last one."""
-    path = os.path.join(RESULTS, "learning_numerics.csv")
+def numerics_table(study, methods):
+    """What the number format takes as the learning rate anneals to 0: at the first iteration, half way and at the last one.
+
+    Over the pairs of a task and a seed that all the methods have finished.
+    """
+    path = os.path.join(RESULTS, f"{study}_numerics.csv")
     if not os.path.exists(path):
         return NO_RUNS
     numerics = pd.read_csv(path).sort_values(["env_id", "method", "seed", "global_step"])
-    numerics = numerics[numerics.groupby(["env_id", "seed"]).method.transform("nunique") == len(METHODS)]
+    numerics = numerics[numerics.groupby(["env_id", "seed"]).method.transform("nunique") == len(methods)]
     if numerics.empty:
         return NO_RUNS
     columns = ["method", "runs", *(f"swallowed updates, {when}" for when in ("first iteration", "half way", "last"))]
     columns += [*(f"zero second moments, {when}" for when in ("first iteration", "half way", "last")), "skipped updates a run"]
     rows = []
-    for method in METHODS:
+    for method in methods:
         runs = [run for _, run in numerics[numerics.method == method].groupby(["env_id", "seed"])]
         shares = [
             np.mean([run[share].iloc[when] for run in runs])
@@ -266,9 +271,10 @@ def main(argv=None):
     evaluations, runs = load("learning")
     aucs = comparison.return_aucs(evaluations, list(METHODS))
     tables = {"learning": learning_table(evaluations, runs), "ranks": ranks_table(aucs), "against": against_table(aucs)}
-    tables |= {"wins": wins_table(aucs), "sensitivity": sensitivity_table(), "numerics": numerics_table(), "speed": speed_table()}
-    tables["update"] = update_table()
+    tables |= {"wins": wins_table(aucs), "sensitivity": sensitivity_table(), "speed": speed_table(), "update": update_table()}
     tables |= {study: study_table(study) for study in STUDIES}
+    methods = dict(learning=METHODS, ablations=ablations.METHODS, writeback=writeback.ARMS)
+    tables |= {f"{study}_numerics": numerics_table(study, methods[study]) for study in methods}
     figures = {"learning_curves.png": (curves_figure, evaluations)}
     if not aucs.empty:
         figures["learning_ranks.png"] = (ranks_figure, aucs)

@@ -359,7 +359,7 @@ def test_numerics_of_a_run_are_kept_where_it_was_evaluated(tmp_path):
 def test_numerics_table(project):
     path = project / "studies" / "results" / "learning_numerics.csv"
     path.unlink(missing_ok=True)
-    assert report.numerics_table() == "no runs yet"
+    assert report.numerics_table("learning", METHODS) == "no runs yet"
     rows = [
         (method, TASKS[0], seed, step, share, share / 2, seed + step // 6144)
         for method in METHODS
@@ -368,7 +368,7 @@ def test_numerics_table(project):
         if (method, seed) != ("FP32", 3)  # so that the seed counts for none
     ]
     pd.DataFrame(rows, columns=runner.COLUMNS["_numerics"]).to_csv(path, index=False)
-    table = rows_of(report.numerics_table())
+    table = rows_of(report.numerics_table("learning", METHODS))
     assert list(table) == METHODS
     for row in table.values():
         assert list(row.values()) == ["2", "15%", "30%", "45%", "7.5%", "15%", "22.5%", "2.5"]
