@@ -63,6 +63,7 @@ class Args:
     total_timesteps: int = 512_000  # environment steps of the whole run
     learning_rate: float = 3e-4  # learning rate of the optimizer
     num_envs: int = 1  # number of parallel environments
+    async_envs: bool = False  # run each environment in a process of its own, which pays where a step takes a millisecond or more
     num_steps: int = 2048  # steps of each environment in a rollout
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
     gamma: float = 0.99  # discount factor
@@ -153,6 +154,12 @@ class Replay(gym.Wrapper):
         self.obs, info = super().reset(**options)
         return self.obs, info
 
+    def send(self, action):
+        self.action = action
+
+    def receive(self):
+        return self.step(self.action)
+
     def step(self, action):
         self.actions += action.tobytes()
         self.dtype = action.dtype
@@ -171,6 +178,39 @@ class Replay(gym.Wrapper):
             self.step(action)
         if not np.array_equal(self.obs, history["obs"].numpy(), equal_nan=True):
             raise ValueError("the environment does not repeat itself")
+
+
+class AsyncEnv:
+    """An environment of `make_env` in a process of its own, which works between `send` and `receive`."""
+
+    def __init__(self, args, record):
+        make, mode = functools.partial(make_env, args, record), gym.vector.AutoresetMode.DISABLED
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the process keeps it: Ctrl-C is for the trainer
+        self.envs = gym.vector.AsyncVectorEnv([make], autoreset_mode=mode)
+        signal.signal(signal.SIGINT, handler)
+        self.observation_space, self.action_space = self.envs.single_observation_space, self.envs.single_action_space
+        self.close, self.replay = self.envs.close, functools.partial(self.envs.call, "replay")
+
+    def reset(self, **options):
+        obs, info = self.envs.reset(**options)
+        return obs[0], info
+
+    def send(self, action):
+        self.envs.step_async(action[None])
+
+    def receive(self):
+        *results, info = self.envs.step_wait()
+        episode = {name: values[0] for name, values in info.get("episode", {}).items()}
+        return *(values[0] for values in results), dict(episode=episode)
+
+    def history(self):
+        return self.envs.call("history")[0]
+
+
+def make_envs(args, number, record=False):
+    """A list of environments, of which the first is recorded if any."""
+    make = AsyncEnv if args.async_envs else make_env
+    return [make(args, record and i == 0) for i in range(number)]
 
 
 def env_actions(actions, space):
@@ -320,8 +360,10 @@ def rollout(agent, envs, normalizer, next_obs, args):
         obs_t.copy_(env_obs)
         means.append(agent.mean(obs_t))
         torch.add(means[-1], noise_t, out=action_t)
-        for i, (env, action) in enumerate(zip(envs, env_actions(action_t, action_space))):
-            next_ob, reward, terminated, truncated, info = env.step(action)
+        for env, action in zip(envs, env_actions(action_t, action_space)):
+            env.send(action)
+        for i, env in enumerate(envs):
+            next_ob, reward, terminated, truncated, info = env.receive()
             if terminated or truncated:
                 episodes.append((step, info["episode"]["r"], info["episode"]["l"]))
                 if not terminated:
@@ -466,14 +508,16 @@ def grid_metrics(optimizer, before):
 @torch.no_grad()
 def evaluate(agent, normalizer, args, episodes, record=False):
     """Returns and lengths (episodes,) of the mean action, each episode from its own seed, with the normalisation frozen."""
-    envs = [make_env(args, record=record and i == 0) for i in range(episodes)]
+    envs = make_envs(args, episodes, record)
     obs = np.stack([env.reset(seed=args.seed + 10_000 + i)[0] for i, env in enumerate(envs)])
     returns, lengths, running = np.zeros(episodes), np.zeros(episodes, int), list(range(episodes))
     while running:
         mean = agent.mean(torch.as_tensor(normalizer.normalize(obs)).to(agent.log_std))
         actions = env_actions(mean, envs[0].action_space)
+        for i in running:
+            envs[i].send(actions[i])
         for i in running.copy():
-            obs[i], reward, terminated, truncated, _ = envs[i].step(actions[i])
+            obs[i], reward, terminated, truncated, _ = envs[i].receive()
             returns[i] += reward
             lengths[i] += 1
             if terminated or truncated or lengths[i] == 10_000:  # for tasks that have no time limit
@@ -607,7 +651,7 @@ def main(args):
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    envs = [make_env(args, record=args.capture_video and i == 0) for i in range(args.num_envs)]
+    envs = make_envs(args, args.num_envs, args.capture_video)
     obs_dim, action_dim = envs[0].observation_space.shape[0], math.prod(envs[0].action_space.shape)
     agent = Agent(obs_dim, action_dim, amp_dtype=args.amp_dtype).to(device)  # AMP
     optimizer = torch.optim.Adam([flatten(agent)], lr=args.learning_rate, eps=1e-5, fused=True)

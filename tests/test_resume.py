@@ -286,7 +286,9 @@ def test_evaluating_what_is_no_model_is_refused(trainer, whole, tmp_path, capsys
 
 
 def test_the_programs_of_the_readme(whole, tmp_path, monkeypatch):
-    """They act as training evaluated, in FP16; the exported file as the policy in FP32."""
+    """They act as training evaluated, in FP16; the exported files as the policy in FP32."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
     readme = (pathlib.Path(ppo_fp16.__file__).parent / "README.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -299,12 +301,15 @@ def test_the_programs_of_the_readme(whole, tmp_path, monkeypatch):
     with open(folder / "eval.csv") as file:
         assert names["total"] == float(list(csv.DictReader(file))[-1]["mean_return"])
     exec(programs[1], names)
-    policy = torch.export.load("policy.pt2").module()
+    exec(programs[2], names)
+    policy, session = torch.export.load("policy.pt2").module(), onnxruntime.InferenceSession("policy.onnx")
     obs = torch.randn(50, 1, 11, generator=torch.Generator().manual_seed(0))
     agent, normalizer = ppo_fp16.load_model(folder / "model.pt")
     for one in obs:
         expected = agent.float().mean(torch.as_tensor(normalizer.normalize(one.double().numpy())).float())
-        torch.testing.assert_close(policy(one), expected, rtol=1e-5, atol=1e-6)
+        (onnx,) = session.run(None, {"obs": one.numpy()})
+        for acted in (policy(one), torch.from_numpy(onnx)):
+            torch.testing.assert_close(acted, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- Replay
