@@ -8,6 +8,7 @@ statistics are saved with the model, and evaluations are deterministic.
     python ppo_amp.py --env-id HalfCheetah-v5 --seed 1        # then: tensorboard --logdir runs
 """
 
+import copy
 import csv
 import functools
 import hashlib
@@ -348,9 +349,10 @@ def rollout(agent, envs, normalizer, next_obs, args):
     """
     device, dtype = agent.log_std.device, agent.log_std.dtype
     shape, action_dim, action_space = (args.num_steps, args.num_envs), len(agent.log_std), envs[0].action_space
-    obs = torch.zeros(*shape, next_obs.shape[1], dtype=dtype, device=device)
-    noise = torch.exp(agent.log_std) * torch.randn(*shape, action_dim, dtype=dtype, device=device)
-    means, actions = [], torch.zeros(noise.shape, dtype=dtype, device=device)
+    obs = torch.zeros(*shape, next_obs.shape[1], dtype=dtype)
+    actor = copy.deepcopy(agent).cpu()  # the way to a GPU and back would take longer than a network of this size
+    noise = torch.exp(actor.log_std) * torch.randn(*shape, action_dim, dtype=dtype)
+    means, actions = [], torch.zeros(noise.shape, dtype=dtype)
     rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
     step_rewards = np.zeros(args.num_envs)
     env_obs, env_rewards = torch.from_numpy(next_obs), torch.from_numpy(step_rewards)  # these share their memory
@@ -358,7 +360,7 @@ def rollout(agent, envs, normalizer, next_obs, args):
 
     for step, (obs_t, action_t, noise_t, reward_t) in enumerate(zip(obs, actions, noise, rewards)):
         obs_t.copy_(env_obs)
-        means.append(agent.mean(obs_t))
+        means.append(actor.mean(obs_t))
         torch.add(means[-1], noise_t, out=action_t)
         for env, action in zip(envs, env_actions(action_t, action_space)):
             env.send(action)
@@ -374,18 +376,21 @@ def rollout(agent, envs, normalizer, next_obs, args):
             step_rewards[i] = normalizer.reward(reward, terminated or truncated, i)
         reward_t.copy_(env_rewards)
 
+    def value(obs):
+        return agent.value(obs.to(device, dtype)).cpu()
+
     # V(s_{t+1}): of the next row within an episode, 0 after a failure, V(final observation) after a time limit
-    values = agent.value(obs)
-    next_values = torch.cat([values[1:], agent.value(env_obs.to(obs))[None]])
+    values = value(obs)
+    next_values = torch.cat([values[1:], value(env_obs)[None]])
     next_values[dones] = 0
     if final_obs:
         steps, env_ids, last = zip(*final_obs)
-        next_values[steps, env_ids] = agent.value(torch.from_numpy(np.stack(last)).to(obs))
-    advantages, returns = compute_gae(rewards, values.cpu(), next_values.cpu(), dones, args.gamma, args.gae_lambda)
-    batch = dict(obs=obs, actions=actions, values=values, advantages=advantages.to(device), returns=returns.to(device))
+        next_values[steps, env_ids] = value(torch.from_numpy(np.stack(last)))
+    advantages, returns = compute_gae(rewards, values, next_values, dones, args.gamma, args.gae_lambda)
+    batch = dict(obs=obs, actions=actions, values=values, advantages=advantages, returns=returns)
     batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
-    batch["log_probs"] = log_prob(batch["actions"], torch.cat(means), agent.log_std)
-    return batch, episodes
+    batch["log_probs"] = log_prob(batch["actions"], torch.cat(means), actor.log_std)
+    return {name: tensor.to(device) for name, tensor in batch.items()}, episodes
 
 
 def compute_gae(rewards, values, next_values, dones, gamma, gae_lambda):
@@ -508,7 +513,7 @@ def grid_metrics(optimizer, before):
 @torch.no_grad()
 def evaluate(agent, normalizer, args, episodes, record=False):
     """Returns and lengths (episodes,) of the mean action, each episode from its own seed, with the normalisation frozen."""
-    envs = make_envs(args, episodes, record)
+    agent, envs = copy.deepcopy(agent).cpu(), make_envs(args, episodes, record)
     obs = np.stack([env.reset(seed=args.seed + 10_000 + i)[0] for i, env in enumerate(envs)])
     returns, lengths, running = np.zeros(episodes), np.zeros(episodes, int), list(range(episodes))
     while running:

@@ -9,7 +9,7 @@ statistics are saved with the model, and evaluations are deterministic.
     python ppo_fp16.py --env-id HalfCheetah-v5 --seed 1        # then: tensorboard --logdir runs
 """
 
-import copy  # Module B
+import copy
 import csv
 import functools
 import hashlib
@@ -561,12 +561,13 @@ def rollout(agent, envs, normalizer, next_obs, args):
     """
     device, dtype = agent.log_std.device, agent.log_std.dtype
     shape, action_dim, action_space = (args.num_steps, args.num_envs), len(agent.log_std), envs[0].action_space
-    obs = torch.zeros(*shape, next_obs.shape[1], dtype=dtype, device=device)
+    obs = torch.zeros(*shape, next_obs.shape[1], dtype=dtype)
+    actor = copy.deepcopy(agent).cpu()  # the way to a GPU and back would take longer than a network of this size
     # Module B: the behaviour policy is kept as its means and log_std; it may act in another dtype than it learns in
     agent.old_log_std.copy_(agent.log_std)
-    actor = copy.deepcopy(agent).to(getattr(torch, args.acting_dtype or args.dtype))
-    noise = torch.exp(actor.log_std) * torch.randn(*shape, action_dim, dtype=actor.log_std.dtype, device=device)
-    means, actions = [], torch.zeros(noise.shape, dtype=dtype, device=device)
+    actor = actor.to(getattr(torch, args.acting_dtype or args.dtype))
+    noise = torch.exp(actor.log_std) * torch.randn(*shape, action_dim, dtype=actor.log_std.dtype)
+    means, actions = [], torch.zeros(noise.shape, dtype=dtype)
     rewards, dones = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
     step_rewards = np.zeros(args.num_envs)
     env_obs, env_rewards = torch.from_numpy(next_obs), torch.from_numpy(step_rewards)  # these share their memory
@@ -590,21 +591,24 @@ def rollout(agent, envs, normalizer, next_obs, args):
             step_rewards[i] = normalizer.reward(reward, terminated or truncated, i)
         reward_t.copy_(env_rewards)
 
+    def value(obs):
+        return agent.value(obs.to(device, dtype)).cpu()
+
     # V(s_{t+1}): of the next row within an episode, 0 after a failure, V(final observation) after a time limit
-    values = agent.value(obs)
-    next_values = torch.cat([values[1:], agent.value(env_obs.to(obs))[None]])
+    values = value(obs)
+    next_values = torch.cat([values[1:], value(env_obs)[None]])
     next_values[dones] = 0
     if final_obs:
         steps, env_ids, last = zip(*final_obs)
-        next_values[steps, env_ids] = agent.value(torch.from_numpy(np.stack(last)).to(obs))
-    advantages, returns = compute_gae(rewards, values.cpu(), next_values.cpu(), dones, args.gamma, args.gae_lambda)
-    batch = dict(obs=obs, actions=actions, values=values, advantages=advantages.to(device), returns=returns.to(device))
+        next_values[steps, env_ids] = value(torch.from_numpy(np.stack(last)))
+    advantages, returns = compute_gae(rewards, values, next_values, dones, args.gamma, args.gae_lambda)
+    batch = dict(obs=obs, actions=actions, values=values, advantages=advantages, returns=returns)
     batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
     # Module B: c, what was lost of the behaviour log-density in storage
     means = torch.cat(means)
     batch["means"] = means.to(dtype)
-    batch["correction"] = sampling_correction(batch["actions"], means, actor.log_std, batch["means"], agent.old_log_std)
-    return batch, episodes
+    batch["correction"] = sampling_correction(batch["actions"], means, actor.log_std, batch["means"], agent.log_std.cpu())
+    return {name: tensor.to(device) for name, tensor in batch.items()}, episodes
 
 
 def compute_gae(rewards, values, next_values, dones, gamma, gae_lambda):
@@ -754,7 +758,7 @@ def fp32_share(agent, optimizer, normalizer, batch):
 @torch.no_grad()
 def evaluate(agent, normalizer, args, episodes, record=False):
     """Returns and lengths (episodes,) of the mean action, each episode from its own seed, with the normalisation frozen."""
-    envs = make_envs(args, episodes, record)
+    agent, envs = copy.deepcopy(agent).cpu(), make_envs(args, episodes, record)
     obs = np.stack([env.reset(seed=args.seed + 10_000 + i)[0] for i, env in enumerate(envs)])
     returns, lengths, running = np.zeros(episodes), np.zeros(episodes, int), list(range(episodes))
     while running:
