@@ -79,7 +79,7 @@ def all_methods(device):
 
 def fail(message):
     """Prints one line and exits with status 2, which is how a bad argument ends the program before any work."""
-    print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr)
+    print(f"{os.path.basename(__file__)}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 

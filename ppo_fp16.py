@@ -105,12 +105,12 @@ class Args:
 
 def fail(message):
     """Prints one line and exits with status 2, which is how a bad argument ends a run before any work."""
-    print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr)
+    print(f"{os.path.basename(__file__)}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def check(args):
-    """Ends the program through `fail` if an argument cannot be trained with; creates the run's folder if all can."""
+    """Ends the program through `fail` if an argument cannot be worked with; creates the folder of a run if all can."""
     at_least_1 = "total_timesteps num_envs num_steps num_minibatches update_epochs eval_every eval_episodes checkpoint_every"
     for names, valid, meaning in (
         (at_least_1, lambda x: x >= 1, "at least 1"),
@@ -146,10 +146,22 @@ def check(args):
     try:
         env = make_env(args)
     except (gym.error.Error, ImportError, ValueError, TypeError, NotImplementedError) as error:
-        fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
+        fail(f"--env-id {args.env_id}: {error}")
     if not all(isinstance(space, gym.spaces.Box) for space in (env.action_space, env.observation_space)):
         fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose one with Box actions")
     env.close()
+    if args.capture_video:
+        if sys.platform == "linux" and "DISPLAY" not in os.environ:
+            os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo's way to render without a display
+        try:
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env.reset()
+            env.render()
+            env.close()
+        except Exception as error:  # whatever the graphics library raises
+            fail(f"--capture-video: {args.env_id} cannot be rendered here ({type(error).__name__}: {error}); leave it out")
+    if args.evaluate:
+        return
     try:
         os.makedirs(args.run_dir, exist_ok=bool(args.resume))
     except FileExistsError:
@@ -162,7 +174,7 @@ def make_env(args, record=False):
     """One environment. What else CleanRL's wrappers do is done by `Normalizer` and `env_actions`, a third faster a step."""
     env = gym.make(args.env_id, **dict(render_mode="rgb_array") if record else {})
     if record:
-        env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos"))
+        env = gym.wrappers.RecordVideo(env, os.path.join(args.run_dir, "videos", str(int(time.time()))))
     if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return Replay(gym.wrappers.RecordEpisodeStatistics(env))
@@ -206,8 +218,8 @@ class Replay(gym.Wrapper):
 class AsyncEnv:
     """An environment of `make_env` in a process of its own, which works between `send` and `receive`."""
 
-    def __init__(self, args, record):
-        make, mode = functools.partial(make_env, args, record), gym.vector.AutoresetMode.DISABLED
+    def __init__(self, args):
+        make, mode = functools.partial(make_env, args), gym.vector.AutoresetMode.DISABLED
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the process keeps it: Ctrl-C is for the trainer
         self.envs = gym.vector.AsyncVectorEnv([make], autoreset_mode=mode)
         signal.signal(signal.SIGINT, handler)
@@ -231,9 +243,9 @@ class AsyncEnv:
 
 
 def make_envs(args, number, record=False):
-    """A list of environments, of which the first is recorded if any."""
+    """A list of environments. Of these the first is recorded if any, and then stays here: graphics do not survive a fork."""
     make = AsyncEnv if args.async_envs else make_env
-    return [make(args, record and i == 0) for i in range(number)]
+    return [make_env(args, record) if record and i == 0 else make(args) for i in range(number)]
 
 
 def env_actions(actions, space):
@@ -473,7 +485,7 @@ class SharpKernel:
         try:
             import cupy
         except ImportError as error:
-            return f"cannot import CuPy ({str(error).splitlines()[0]})"
+            return f"cannot import CuPy ({error})"
         if int(cupy.__version__.split(".")[0]) < 13:
             return f"CuPy {cupy.__version__} is too old"
         if (version := cupy.cuda.runtime.runtimeGetVersion()) // 1000 != int(torch.version.cuda.split(".")[0]):
@@ -800,8 +812,9 @@ def evaluate_model(args):
             saved = json.load(file)
         agent, normalizer = load_model(os.path.join(args.evaluate, "model.pt"))
     except Exception as error:  # whatever these files may be
-        fail(f"--evaluate {args.evaluate}: no model of this trainer there ({type(error).__name__}: {str(error).splitlines()[0]})")
+        fail(f"--evaluate {args.evaluate}: no model of this trainer there ({type(error).__name__}: {error})")
     args.env_id, args.seed, args.run_dir = saved["env_id"], saved["seed"], os.path.join(args.evaluate, "evaluation")
+    check(args)
     returns, lengths = evaluate(agent, normalizer, args, args.eval_episodes, record=args.capture_video)
     print(
         f"{args.env_id}: return {returns.mean():.2f} +- {returns.std():.2f}, length {lengths.mean():.1f}, {len(returns)} episodes"
@@ -915,7 +928,7 @@ def main(args):
         else:
             next_obs[:] = [normalizer.observe(env.reset(seed=args.seed + i)[0]) for i, env in enumerate(envs)]
     except (FloatingPointError, KeyError, RuntimeError, ValueError) as error:
-        fail(f"--{'resume' if args.resume else 'env-id'}: {args.env_id} cannot start: {str(error).splitlines()[0]}")
+        fail(f"--{'resume' if args.resume else 'env-id'}: {args.env_id} cannot start: {error}")
 
     gradient_function = ppo_gradient
     if compile_pays(args, device):

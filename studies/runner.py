@@ -72,7 +72,7 @@ class Run:
 
 def fail(message):
     """Prints one line and exits with status 2, which is how a bad argument ends a study before any work."""
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
+    print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -207,7 +207,7 @@ def connect_to_ray(address):
             socket.create_connection((host, port), 10).close()
         ray.init(address, log_to_driver=False)
     except (OSError, ValueError) as error:
-        fail(f"--ray-address {address}: {str(error).splitlines()[0]}; give the host:port that `ray start --head` prints")
+        fail(f"--ray-address {address}: {error}; give the host:port that `ray start --head` prints")
 
 
 def run_study(study, runs, workers, ray_address=None, results=RESULTS):

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -39,8 +40,16 @@ import gymnasium as gym
 import numpy as np
 
 class Odd(gym.Env):
-    def __init__(self, observations, actions, render_mode=None):
-        self.observation_space, self.action_space = observations, actions
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
+
+    def __init__(self, observations, actions, blind=False, render_mode=None):
+        self.observation_space, self.action_space, self.blind = observations, actions, blind
+        self.render_mode = render_mode
+
+    def render(self):
+        if self.blind:
+            raise RuntimeError("no\\nlight")
+        return np.full((32, 32, 3), 8 * self.time, np.uint8)
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
@@ -66,6 +75,7 @@ for name, observations, actions in (
     ("IntegerAction", box, gym.spaces.Box(-3, 3, (2,), np.int64)),
 ):
     gym.register(name + "-v0", entry_point=Odd, kwargs=dict(observations=observations, actions=actions))
+gym.register("Blind-v0", entry_point=Odd, kwargs=dict(observations=box, actions=box, blind=True))
 """
 
 
@@ -184,6 +194,44 @@ def test_video_without_moviepy_is_refused(trainer, tmp_path, monkeypatch, capsys
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "moviepy" else find_spec(name, *rest))
     is_refused(trainer, ["--env-id", "Pendulum-v1", "--capture-video"], "--capture-video", tmp_path, monkeypatch, capsys)
+
+
+@trainers
+def test_what_cannot_be_rendered_is_refused(trainer, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("moviepy")
+    arguments = ["--env-id", "odd_environments:Blind-v0", "--capture-video"]
+    error = is_refused(trainer, arguments, "--capture-video", tmp_path, monkeypatch, capsys)
+    assert "cannot be rendered here (RuntimeError: no light)" in error
+
+
+@trainers
+@pytest.mark.parametrize("flags", ["", "--async-envs"])
+def test_videos(trainer, flags, tmp_path, monkeypatch, capfd):
+    """Of the first environment in training, of the first episode in an evaluation, and none that overwrites another."""
+    pytest.importorskip("moviepy")
+    sizes = "--env-id odd_environments:ScalarAction-v0 --num-envs 2 --num-steps 16 --total-timesteps 32 --num-minibatches 2"
+    sizes += f" --eval-episodes 2 --no-compile --quiet --capture-video --runs-dir {tmp_path} --run-name run {flags}"
+    monkeypatch.setattr(sys, "argv", [f"{trainer.__name__}.py", *sizes.split()])
+    monkeypatch.setattr(time, "time", lambda clock=itertools.count(1000): float(next(clock)))
+    trainer.main(tyro.cli(trainer.Args, args=sizes.split()))
+    trained = sorted(path.name for path in (tmp_path / "run" / "videos").rglob("*.mp4"))
+    assert trained == ["rl-video-episode-0.mp4", "rl-video-episode-1.mp4"]  # of three: those at cubes, as Gymnasium has it
+    for recorded in (1, 2):
+        trainer.main(trainer.Args(evaluate=str(tmp_path / "run"), eval_episodes=2, capture_video=True, async_envs=bool(flags)))
+        assert len(list((tmp_path / "run" / "evaluation").rglob("*.mp4"))) == recorded
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@trainers
+def test_evaluating_checks_its_arguments(trainer, tmp_path, monkeypatch, capsys):
+    model = trainer.Agent(3, 1), trainer.Normalizer(3)
+    trainer.save_model(tmp_path / "model.pt", *model)
+    (tmp_path / "args.json").write_text(json.dumps(dict(env_id="Pendulum-v1", seed=1)))
+    with pytest.raises(SystemExit) as stop:
+        trainer.main(trainer.Args(evaluate=str(tmp_path), eval_episodes=0))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "--eval-episodes" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "model.pt"]
 
 
 def test_kernel_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys):
