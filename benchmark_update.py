@@ -52,6 +52,7 @@ class Args:
     updates: int = 3000  # timed updates of each process
     cpu_seconds: float = 10.0  # on the CPU: seconds after which the updates of a process end, however many there were
     cuda_graph: bool = True  # on CUDA: capture the update in a CUDA graph
+    compile: bool = False  # torch.compile the gradient of every method, and SHARP without the kernel, as the trainers do
     quick: bool = False  # one configuration, one process a method and few updates, to see that everything works
     output: str = os.path.join(RESULTS, "benchmark_update.json")  # file of the results; the table goes to the .csv beside it
     plot: str = ""  # file of a figure (.png, .pdf or .svg)
@@ -59,6 +60,13 @@ class Args:
 
 QUICK = dict(configurations=("64x64",), processes=1, warmup=50, updates=300, cpu_seconds=1.0)
 Method = namedtuple("Method", "trainer flags products roundoff")  # roundoff: unit roundoff of what the products are given
+
+
+def compiler(device):
+    """Whether torch.compile has what it needs for the device."""
+    if device == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    return any(map(shutil.which, ("g++", "clang++", "c++")))
 
 
 def all_methods(device):
@@ -73,7 +81,7 @@ def all_methods(device):
         "PPO-FP16, no kernel": Method("ppo_fp16", dict(cuda_kernel=False), half, 2**-11),
     }
     absent = ["PPO-FP16, no kernel"] if device == "cpu" else []  # where PPO-FP16 is just that
-    absent += [] if any(map(shutil.which, ("g++", "clang++", "c++"))) else ["FP32 fastest"]  # which is compiled
+    absent += [] if compiler(device) else ["FP32 fastest"]
     return {name: method for name, method in methods.items() if name not in absent}
 
 
@@ -100,6 +108,8 @@ def check_args(args):
             fail(f"--methods {method}: on {args.device} it must be one of {', '.join(map(repr, available))}")
     if args.device == "cuda" and "PPO-FP16" in (args.methods or ("PPO-FP16",)) and not importlib.util.find_spec("cupy"):
         fail("--methods: PPO-FP16 needs CuPy: pip install cupy-cuda13x, where 13 is the CUDA version of PyTorch; or leave it out")
+    if args.compile and not compiler(args.device):
+        fail(f"--compile: there is no {'C++ compiler' if args.device == 'cpu' else 'Triton'} here; leave it out")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         fail("--plot needs matplotlib; install it with: pip install matplotlib")
     for flag, path, endings in (("output", args.output, (".json",)), ("plot", args.plot, (".png", ".pdf", ".svg", ""))):
@@ -139,7 +149,7 @@ def make_problem(width, minibatch, device):
     return agent, {name: tensor[clear][:minibatch] for name, tensor in columns.items()} | dict(old_log_std=old_log_std)
 
 
-def build(name, start, problem, device, cuda_graph):
+def build(name, start, problem, device, cuda_graph, compiled):
     """A method at the common start, put together from its trainer's own functions as the trainer's `main` does.
 
     Returns call(minibatch) -> metrics; gradient() -> the flat gradient of the loss; minibatch; optimizer; arguments.
@@ -160,14 +170,16 @@ def build(name, start, problem, device, cuda_graph):
     else:
         minibatch["log_probs"] = problem["log_probs"].to(stored)
 
-    gradient_function = trainer.ppo_gradient
-    if name == "FP32 fastest":
+    gradient_function, exact = trainer.ppo_gradient, {"emulate_precision_casts": True, "cpp_wrapper": device == "cpu"}
+    if compiled or name == "FP32 fastest":
         torch._dynamo.config.trace_autograd_ops = True  # forward and backward in one graph
-        if device == "cuda":
-            torch.set_float32_matmul_precision("high")  # TF32
-        gradient_function = torch.compile(gradient_function)
+        gradient_function = torch.compile(gradient_function, options=exact)
+    if name == "FP32 fastest" and device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
     if method.trainer == "ppo_fp16":
         optimizer = trainer.make_optimizer(agent, args)
+        if compiled and not args.cuda_kernel:
+            optimizer.update = torch.compile(trainer.sharp_update, options=exact)
     else:
         optimizer = torch.optim.Adam([trainer.flatten(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
     if method.trainer == "ppo_amp":
@@ -307,12 +319,12 @@ def ceilings(products, device):
     return 2 * x.numel() * x.element_size() / copy_seconds, 2 * n**3 / product_seconds
 
 
-def measure(name, width, minibatch, device, warmup, updates, cpu_seconds, cuda_graph, **_):
+def measure(name, width, minibatch, device, warmup, updates, cpu_seconds, cuda_graph, compile, **_):
     """Checks and times one method in one configuration. Returns a dict: the results, or an `error`."""
     method, checked = all_methods(device)[name], 10 if device == "cuda" else 3  # updates: enough to capture and replay a graph
     torch.set_num_threads(1)
     start, problem = make_problem(width, minibatch, device)
-    call, gradient, rows, optimizer, args = build(name, start, problem, device, cuda_graph)
+    call, gradient, rows, optimizer, args = build(name, start, problem, device, cuda_graph, compile)
     theta = optimizer.param_groups[0]["params"][0]
     exact, begin = reference(start, problem, optimizer, args, checked), theta.detach().to("cpu", copy=True)
     start.cpu()
@@ -342,7 +354,7 @@ def measure(name, width, minibatch, device, warmup, updates, cpu_seconds, cuda_g
     if not theta.isfinite().all():
         return dict(error="parameters are not finite after the timed updates")
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    unseen = device == "cpu" and name == "FP32 fastest"  # compiled code calls no operators
+    unseen = device == "cpu" and (compile or name == "FP32 fastest")  # compiled code calls no operators
     launches = None if unseen else count_launches(lambda: call(rows), device)
     (traffic, flops), (bandwidth, rate) = work(width, minibatch, method.trainer), ceilings(method.products, device)
     results = dict(seconds=seconds, updates=done, state_bytes=state_bytes(optimizer), peak_bytes=peak, launches=launches)
@@ -463,7 +475,7 @@ def main(args):
         print("PPO-FP16 is without the kernel here, products are FP32 inside, FP32 fastest has no TF32, peak memory is left out.")
     print(description["device"])
     if "FP32 fastest" not in all_methods(args.device):
-        print("FP32 fastest is left out: there is no C++ compiler.")
+        print("FP32 fastest is left out: there is nothing to compile it with.")
     names = [name for name in all_methods(args.device) if not args.methods or name in args.methods]
     jobs = [(i, configuration, name) for i in range(args.processes) for configuration in args.configurations for name in names]
     measurements = []

@@ -45,7 +45,7 @@ class Args:
     torch_deterministic: bool = True  # set `torch.backends.cudnn.deterministic`
     cuda: bool = True  # train on the GPU if there is one
     cuda_graph: bool = True  # on CUDA, replay each update as one CUDA graph
-    compile: bool = True  # torch.compile the loss on the CPU, where there is a C++ compiler and the run is long enough to gain
+    compile: bool = True  # torch.compile the loss, where there is a compiler (C++, for CUDA Triton) and the run is long enough
     capture_video: bool = False  # record episodes of the first training environment into the run's folder
     save_model: bool = True  # save the model and its normalisation statistics into the run's folder
     quiet: bool = False  # show no progress bar
@@ -619,9 +619,10 @@ def load_checkpoint(args, made_by):
 
 
 def compile_pays(args, device):
-    """Whether the run has enough updates to win back the compiler's half a minute, on a CPU with a C++ compiler."""
+    """Whether there is a compiler for the device, and the run has enough updates to win back its half a minute."""
     updates = args.num_iterations * args.update_epochs * args.num_minibatches
-    return args.compile and device.type == "cpu" and updates >= 20_000 and any(map(shutil.which, ("g++", "clang++", "c++")))
+    cpp, triton = any(map(shutil.which, ("g++", "clang++", "c++"))), importlib.util.find_spec("triton") is not None
+    return args.compile and updates >= 20_000 and (cpp if device.type == "cpu" else triton)
 
 
 def describe(args, device):
@@ -667,8 +668,8 @@ def main(args):
     if compile_pays(args, device):
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
         torch._dynamo.config.trace_autograd_ops = True  # forward and backward in one graph
-        # the compiler may not keep chains of 16-bit operations in FP32; what calls its kernels is C++ too, a tenth faster
-        exact = {"emulate_precision_casts": True, "cpp_wrapper": True}
+        # the compiler may not keep chains of 16-bit operations in FP32; C++ calls what it makes of them a tenth faster
+        exact = {"emulate_precision_casts": True, "cpp_wrapper": device.type == "cpu"}
         gradient_function = torch.compile(ppo_gradient, options=exact)
     update = functools.partial(update_minibatch, agent, optimizer, args=args, gradient_function=gradient_function)
     if args.cuda_graph and device.type == "cuda":

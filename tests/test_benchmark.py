@@ -20,7 +20,7 @@ from benchmark_update import ACTION, OBS, all_methods, build, make_problem, meas
 ROOT = pathlib.Path(__file__).parents[1]
 METHODS = list(all_methods("cpu"))
 EAGER = [name for name in METHODS if name != "FP32 fastest"]
-JOB = dict(width=64, minibatch=64, device="cpu", warmup=0, updates=1, cpu_seconds=1.0, cuda_graph=True)
+JOB = dict(width=64, minibatch=64, device="cpu", warmup=0, updates=1, cpu_seconds=1.0, cuda_graph=True, compile=False)
 
 
 def test_quick_run(tmp_path):
@@ -99,11 +99,21 @@ def test_update_that_is_not_done_once_is_not_timed(name, times, monkeypatch, no_
     assert "out of tolerance" in measure(name, **JOB)["error"]
 
 
+@pytest.mark.skipif(not benchmark_update.compiler("cpu"), reason="no C++ compiler")
+def test_compiled_update_is_measured():
+    job = dict(JOB, name="PPO-FP16", compile=True, updates=20)
+    code = f"import json, benchmark_update; print(json.dumps(benchmark_update.measure(**{job})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["gradient_error"] <= 1 and found["change_error"] <= 1 and found["updates"] == 20
+    assert found["launches"] is None  # so it was compiled
+
+
 def test_all_methods_start_from_the_same_numbers():
     start, problem = make_problem(16, 512, "cpu")
     theta = torch.cat([parameter.detach().flatten() for parameter in start.parameters()])
     for name in METHODS:
-        _, _, minibatch, optimizer, _ = build(name, start, problem, "cpu", False)
+        _, _, minibatch, optimizer, _ = build(name, start, problem, "cpu", False, False)
         assert torch.equal(optimizer.param_groups[0]["params"][0].double(), theta)
         for column in ("obs", "actions", "values", "advantages", "returns"):
             assert torch.equal(minibatch[column].double(), problem[column]) and len(minibatch[column]) == 512
@@ -130,7 +140,7 @@ def test_state_bytes(width, saved, adam_mib, sharp_mib):
     problem["old_log_std"] = torch.zeros(ACTION)
     found = {}
     for name in ("FP32", "AMP-FP16", "PPO-FP16"):
-        optimizer = build(name, start, problem, "cpu", False)[3]
+        optimizer = build(name, start, problem, "cpu", False, False)[3]
         theta = optimizer.param_groups[0]["params"][0]
         theta.grad = torch.zeros_like(theta)
         optimizer.step()
@@ -146,7 +156,7 @@ def test_state_bytes(width, saved, adam_mib, sharp_mib):
 def test_work(name, width, minibatch):
     """FLOPs as PyTorch counts them, bytes of the very tensors that an update reads and writes."""
     start, problem = make_problem(width, minibatch, "cpu")
-    update, _, rows, optimizer, _ = build(name, start, problem, "cpu", False)
+    update, _, rows, optimizer, _ = build(name, start, problem, "cpu", False, False)
     with FlopCounterMode(display=False) as counter:
         update(rows)
     trainer = all_methods("cpu")[name].trainer

@@ -23,7 +23,7 @@ MODES = {
 }
 
 
-def learner(trainer, flags, device):
+def learner(trainer, flags, device, compiled=False):
     """update(minibatch), the optimizer and all tensors that an update changes, as `main` makes them for a CUDA graph."""
     torch.manual_seed(0)
     args = trainer.Args(**flags)
@@ -38,6 +38,8 @@ def learner(trainer, flags, device):
         scaler = [torch.amp.GradScaler(device.type, enabled=args.amp_dtype == "float16")]
     optimizer.param_groups[0] |= dict(lr=torch.tensor(3e-4, device=device), capturable=True)
     update = functools.partial(trainer.update_minibatch, agent, optimizer, *scaler, args=args)
+    if compiled:
+        update.keywords["gradient_function"] = torch.compile(trainer.ppo_gradient, options={"emulate_precision_casts": True})
 
     def state():
         theta = optimizer.param_groups[0]["params"][0]
@@ -65,9 +67,13 @@ def minibatch(trainer, dtype, seed, device):
     return {name: tensor.to(device, dtype) for name, tensor in batch.items()}
 
 
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("trainer, flags", MODES.values(), ids=MODES)
-def test_replaying_is_updating(trainer, flags, device):
-    eager, graphed = (learner(trainer, flags, device) for _ in range(2))
+def test_replaying_is_updating(trainer, flags, compiled, device):
+    if compiled and device.type == "cpu":
+        pytest.skip("no CUDA device; compiled code calls no operators that the stand-in could record")
+    eager, graphed = (learner(trainer, flags, device, compiled) for _ in range(2))
     replay = trainer.CudaGraph(graphed[0])
     dtype = graphed[2]()[0].dtype
     updates = 200 if device.type == "cuda" else 40
