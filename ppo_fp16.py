@@ -103,73 +103,6 @@ class Args:
         self.cuda_kernel = self.cuda_kernel and modules and self.cuda and torch.cuda.is_available()
 
 
-def fail(message):
-    """Prints one line and exits with status 2, which is how a bad argument ends a run before any work."""
-    print(f"{os.path.basename(__file__)}: error: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def check(args):
-    """Ends the program through `fail` if an argument cannot be worked with; creates the folder of a run if all can."""
-    at_least_1 = "total_timesteps num_envs num_steps num_minibatches update_epochs eval_every eval_episodes checkpoint_every"
-    for names, valid, meaning in (
-        (at_least_1, lambda x: x >= 1, "at least 1"),
-        ("learning_rate max_grad_norm", lambda x: 0 < x < math.inf, "positive and finite"),
-        ("ent_coef vf_coef", lambda x: 0 <= x < math.inf, "zero or more and finite"),
-        ("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1"),
-        ("clip_coef", lambda x: 0 < x < 1, "between 0 and 1, exclusive"),
-        ("target_kl", lambda x: x is None or 0 < x < math.inf, "positive and finite, or left out"),
-        ("seed", lambda x: 0 <= x < 2**32, "between 0 and 4294967295"),
-        ("loss_scale", lambda x: x > 0 and math.frexp(x)[0] == 0.5, "a power of two"),  # Module C
-    ):
-        for name in names.split():
-            if not valid(getattr(args, name)):
-                fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {meaning}")
-    if args.batch_size % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {args.batch_size}")
-    if args.norm_adv and args.minibatch_size < 2:
-        fail("--num-minibatches leaves one sample a minibatch, which --norm-adv cannot normalise; lower it or use --no-norm-adv")
-    if args.num_iterations < 1:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {args.batch_size}")
-    if args.capture_video and importlib.util.find_spec("moviepy") is None:
-        fail("--capture-video needs moviepy; install it with: pip install moviepy")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs wandb; install it with: pip install wandb")
-    if "--cuda-kernel" in sys.argv and not args.cuda_kernel:
-        fail("--cuda-kernel needs CUDA, modules A and C, --dtype float16 and no --writeback stochastic; leave it out")
-    if args.cuda_kernel and (problem := SharpKernel.problem()):
-        fail(f"--cuda-kernel: {problem}; pip install cupy-cuda{torch.version.cuda.split('.')[0]}x, or use --no-cuda-kernel")
-    if args.writeback != "log_std" and not args.module_c:
-        fail(f"--writeback {args.writeback} belongs to module C; leave it out with --no-module-c")
-    if "--cuda" in sys.argv and not torch.cuda.is_available():
-        fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
-    try:
-        env = make_env(args)
-    except (gym.error.Error, ImportError, ValueError, TypeError, NotImplementedError) as error:
-        fail(f"--env-id {args.env_id}: {error}")
-    if not all(isinstance(space, gym.spaces.Box) for space in (env.action_space, env.observation_space)):
-        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose one with Box actions")
-    env.close()
-    if args.capture_video:
-        if sys.platform == "linux" and "DISPLAY" not in os.environ:
-            os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo's way to render without a display
-        try:
-            env = gym.make(args.env_id, render_mode="rgb_array")
-            env.reset()
-            env.render()
-            env.close()
-        except Exception as error:  # whatever the graphics library raises
-            fail(f"--capture-video: {args.env_id} cannot be rendered here ({type(error).__name__}: {error}); leave it out")
-    if args.evaluate:
-        return
-    try:
-        os.makedirs(args.run_dir, exist_ok=bool(args.resume))
-    except FileExistsError:
-        fail(f"--run-name: {args.run_dir} exists already; choose another name or remove it")
-    except OSError as error:
-        fail(f"--runs-dir, --run-name: cannot create {args.run_dir} ({error.strerror}); choose a folder you can write to")
-
-
 def make_env(args, record=False):
     """One environment. What else CleanRL's wrappers do is done by `Normalizer` and `env_actions`, a third faster a step."""
     env = gym.make(args.env_id, **dict(render_mode="rgb_array") if record else {})
@@ -178,68 +111,6 @@ def make_env(args, record=False):
     if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return Replay(gym.wrappers.RecordEpisodeStatistics(env))
-
-
-class Replay(gym.Wrapper):
-    """Knows what led to an environment's state, whatever that consists of: the generator at the last reset, the actions since."""
-
-    def reset(self, **options):
-        self.options, self.generator = options, self.unwrapped.np_random.bit_generator.state
-        self.actions, self.dtype = bytearray(), np.float32
-        self.obs, info = super().reset(**options)
-        return self.obs, info
-
-    def send(self, action):
-        self.action = action
-
-    def receive(self):
-        return self.step(self.action)
-
-    def step(self, action):
-        self.actions += action.tobytes()
-        self.dtype = action.dtype
-        self.obs, *rest = super().step(action)
-        return self.obs, *rest
-
-    def history(self):
-        actions, obs = torch.as_tensor(np.frombuffer(self.actions, self.dtype).copy()), torch.as_tensor(self.obs)
-        return dict(options=self.options, generator=self.generator, actions=actions, obs=obs)
-
-    def replay(self, history):
-        """Brings a new environment to the state that another one had. Raises ValueError if it comes to another one."""
-        self.unwrapped.np_random.bit_generator.state = history["generator"]
-        self.reset(**history["options"])
-        for action in history["actions"].numpy().reshape(-1, *self.action_space.shape):
-            self.step(action)
-        if not np.array_equal(self.obs, history["obs"].numpy(), equal_nan=True):
-            raise ValueError("the environment does not repeat itself")
-
-
-class AsyncEnv:
-    """An environment of `make_env` in a process of its own, which works between `send` and `receive`."""
-
-    def __init__(self, args):
-        make, mode = functools.partial(make_env, args), gym.vector.AutoresetMode.DISABLED
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the process keeps it: Ctrl-C is for the trainer
-        self.envs = gym.vector.AsyncVectorEnv([make], autoreset_mode=mode)
-        signal.signal(signal.SIGINT, handler)
-        self.observation_space, self.action_space = self.envs.single_observation_space, self.envs.single_action_space
-        self.close, self.replay = self.envs.close, functools.partial(self.envs.call, "replay")
-
-    def reset(self, **options):
-        obs, info = self.envs.reset(**options)
-        return obs[0], info
-
-    def send(self, action):
-        self.envs.step_async(action[None])
-
-    def receive(self):
-        *results, info = self.envs.step_wait()
-        episode = {name: values[0] for name, values in info.get("episode", {}).items()}
-        return *(values[0] for values in results), dict(episode=episode)
-
-    def history(self):
-        return self.envs.call("history")[0]
 
 
 def make_envs(args, number, record=False):
@@ -786,6 +657,139 @@ def evaluate(agent, normalizer, args, episodes, record=False):
                 running.remove(i)
                 envs[i].close()
     return returns, lengths
+
+
+# PPO ends here. What follows keeps a run: arguments that cannot be trained with, environments that can be brought back to a state
+# or work side by side, saved models, checkpoints; and `main`, which ties all together.
+
+
+def fail(message):
+    """Prints one line and exits with status 2, which is how a bad argument ends a run before any work."""
+    print(f"{os.path.basename(__file__)}: error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(args):
+    """Ends the program through `fail` if an argument cannot be worked with; creates the folder of a run if all can."""
+    at_least_1 = "total_timesteps num_envs num_steps num_minibatches update_epochs eval_every eval_episodes checkpoint_every"
+    for names, valid, meaning in (
+        (at_least_1, lambda x: x >= 1, "at least 1"),
+        ("learning_rate max_grad_norm", lambda x: 0 < x < math.inf, "positive and finite"),
+        ("ent_coef vf_coef", lambda x: 0 <= x < math.inf, "zero or more and finite"),
+        ("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1"),
+        ("clip_coef", lambda x: 0 < x < 1, "between 0 and 1, exclusive"),
+        ("target_kl", lambda x: x is None or 0 < x < math.inf, "positive and finite, or left out"),
+        ("seed", lambda x: 0 <= x < 2**32, "between 0 and 4294967295"),
+        ("loss_scale", lambda x: x > 0 and math.frexp(x)[0] == 0.5, "a power of two"),  # Module C
+    ):
+        for name in names.split():
+            if not valid(getattr(args, name)):
+                fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {meaning}")
+    if args.batch_size % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {args.batch_size}")
+    if args.norm_adv and args.minibatch_size < 2:
+        fail("--num-minibatches leaves one sample a minibatch, which --norm-adv cannot normalise; lower it or use --no-norm-adv")
+    if args.num_iterations < 1:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {args.batch_size}")
+    if args.capture_video and importlib.util.find_spec("moviepy") is None:
+        fail("--capture-video needs moviepy; install it with: pip install moviepy")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track needs wandb; install it with: pip install wandb")
+    if "--cuda-kernel" in sys.argv and not args.cuda_kernel:
+        fail("--cuda-kernel needs CUDA, modules A and C, --dtype float16 and no --writeback stochastic; leave it out")
+    if args.cuda_kernel and (problem := SharpKernel.problem()):
+        fail(f"--cuda-kernel: {problem}; pip install cupy-cuda{torch.version.cuda.split('.')[0]}x, or use --no-cuda-kernel")
+    if args.writeback != "log_std" and not args.module_c:
+        fail(f"--writeback {args.writeback} belongs to module C; leave it out with --no-module-c")
+    if "--cuda" in sys.argv and not torch.cuda.is_available():
+        fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
+    try:
+        env = make_env(args)
+    except (gym.error.Error, ImportError, ValueError, TypeError, NotImplementedError) as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    if not all(isinstance(space, gym.spaces.Box) for space in (env.action_space, env.observation_space)):
+        fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose one with Box actions")
+    env.close()
+    if args.capture_video:
+        if sys.platform == "linux" and "DISPLAY" not in os.environ:
+            os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo's way to render without a display
+        try:
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env.reset()
+            env.render()
+            env.close()
+        except Exception as error:  # whatever the graphics library raises
+            fail(f"--capture-video: {args.env_id} cannot be rendered here ({type(error).__name__}: {error}); leave it out")
+    if args.evaluate:
+        return
+    try:
+        os.makedirs(args.run_dir, exist_ok=bool(args.resume))
+    except FileExistsError:
+        fail(f"--run-name: {args.run_dir} exists already; choose another name or remove it")
+    except OSError as error:
+        fail(f"--runs-dir, --run-name: cannot create {args.run_dir} ({error.strerror}); choose a folder you can write to")
+
+
+class Replay(gym.Wrapper):
+    """Knows what led to an environment's state, whatever that consists of: the generator at the last reset, the actions since."""
+
+    def reset(self, **options):
+        self.options, self.generator = options, self.unwrapped.np_random.bit_generator.state
+        self.actions, self.dtype = bytearray(), np.float32
+        self.obs, info = super().reset(**options)
+        return self.obs, info
+
+    def send(self, action):
+        self.action = action
+
+    def receive(self):
+        return self.step(self.action)
+
+    def step(self, action):
+        self.actions += action.tobytes()
+        self.dtype = action.dtype
+        self.obs, *rest = super().step(action)
+        return self.obs, *rest
+
+    def history(self):
+        actions, obs = torch.as_tensor(np.frombuffer(self.actions, self.dtype).copy()), torch.as_tensor(self.obs)
+        return dict(options=self.options, generator=self.generator, actions=actions, obs=obs)
+
+    def replay(self, history):
+        """Brings a new environment to the state that another one had. Raises ValueError if it comes to another one."""
+        self.unwrapped.np_random.bit_generator.state = history["generator"]
+        self.reset(**history["options"])
+        for action in history["actions"].numpy().reshape(-1, *self.action_space.shape):
+            self.step(action)
+        if not np.array_equal(self.obs, history["obs"].numpy(), equal_nan=True):
+            raise ValueError("the environment does not repeat itself")
+
+
+class AsyncEnv:
+    """An environment of `make_env` in a process of its own, which works between `send` and `receive`."""
+
+    def __init__(self, args):
+        make, mode = functools.partial(make_env, args), gym.vector.AutoresetMode.DISABLED
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the process keeps it: Ctrl-C is for the trainer
+        self.envs = gym.vector.AsyncVectorEnv([make], autoreset_mode=mode)
+        signal.signal(signal.SIGINT, handler)
+        self.observation_space, self.action_space = self.envs.single_observation_space, self.envs.single_action_space
+        self.close, self.replay = self.envs.close, functools.partial(self.envs.call, "replay")
+
+    def reset(self, **options):
+        obs, info = self.envs.reset(**options)
+        return obs[0], info
+
+    def send(self, action):
+        self.envs.step_async(action[None])
+
+    def receive(self):
+        *results, info = self.envs.step_wait()
+        episode = {name: values[0] for name, values in info.get("episode", {}).items()}
+        return *(values[0] for values in results), dict(episode=episode)
+
+    def history(self):
+        return self.envs.call("history")[0]
 
 
 def save_model(path, agent, normalizer):

@@ -185,6 +185,17 @@ def speed_table():
     return markdown(["trainer", "steps/s", *(f"over {peer}" for peer in peers), "peak RSS, MB"], rows)
 
 
+def soak_table():
+    """What a long training takes of memory and disk, from tests/soak.py."""
+    rows = pd.read_csv(os.path.join(RESULTS, "soak.csv"))
+    later, last = rows[len(rows) // 2 :], rows.iloc[-1]
+    slope = 1e6 * np.polyfit(later.global_step, later.resident_mb, 1)[0]
+    memory, disk = f"{rows.resident_mb.max():.0f}", f"{1e6 * last.disk_mb / last.global_step:.2f}"
+    columns = ["steps, at the last look", "memory at most, MB", "its slope in the second half, MB per million steps"]
+    columns += ["disk, MB per million steps"]
+    return markdown(columns, [[f"{last.global_step:,.0f}", memory, f"{slope:+.2f}", disk]])
+
+
 def update_table():
     """Time and optimizer state of one update, from benchmark_update.py."""
     columns = {"configuration": "width x minibatch", "method": "method", "processes": "processes", "seconds": "ms an update"}
@@ -271,7 +282,8 @@ def main(argv=None):
     evaluations, runs = load("learning")
     aucs = comparison.return_aucs(evaluations, list(METHODS))
     tables = {"learning": learning_table(evaluations, runs), "ranks": ranks_table(aucs), "against": against_table(aucs)}
-    tables |= {"wins": wins_table(aucs), "sensitivity": sensitivity_table(), "speed": speed_table(), "update": update_table()}
+    tables |= {"wins": wins_table(aucs), "sensitivity": sensitivity_table(), "speed": speed_table(), "soak": soak_table()}
+    tables["update"] = update_table()
     tables |= {study: study_table(study) for study in STUDIES}
     methods = dict(learning=METHODS, ablations=ablations.METHODS, writeback=writeback.ARMS)
     tables |= {f"{study}_numerics": numerics_table(study, methods[study]) for study in methods}

@@ -188,6 +188,11 @@ def test_trainers_differ_in_few_lines():
     assert changed_lines(fp16) <= 330
 
 
+def test_ppo_comes_first_and_fits_in_400_lines():
+    ppo, _ = (ROOT / "ppo_fp32.py").read_text().split("\n\n\n# PPO ends here.")
+    assert ppo.count("\n") < 400 and "def update_minibatch" in ppo and "def evaluate" in ppo
+
+
 @pytest.mark.parametrize("other, names", [("ppo_amp.py", r"AMP|autocast|16 bits"), ("ppo_fp16.py", r"[Mm]odule|Storage|16 bits")])
 def test_every_hunk_names_its_module(other, names):
     """In the lines that differ, or just above them; the docstrings explain themselves."""
