@@ -814,10 +814,10 @@ def evaluate_model(args):
     try:
         with open(os.path.join(args.evaluate, "args.json")) as file:
             saved = json.load(file)
+        args.env_id, args.seed, args.run_dir = saved["env_id"], saved["seed"], os.path.join(args.evaluate, "evaluation")
         agent, normalizer = load_model(os.path.join(args.evaluate, "model.pt"))
     except Exception as error:  # whatever these files may be
         fail(f"--evaluate {args.evaluate}: no model of this trainer there ({type(error).__name__}: {error})")
-    args.env_id, args.seed, args.run_dir = saved["env_id"], saved["seed"], os.path.join(args.evaluate, "evaluation")
     check(args)
     returns, lengths = evaluate(agent, normalizer, args, args.eval_episodes, record=args.capture_video)
     print(
@@ -906,6 +906,7 @@ def describe(args, device):
 
 
 def main(args):
+    torch.set_num_threads(1)  # networks this small lose more to a second thread than they gain
     if args.evaluate:
         return evaluate_model(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -914,7 +915,6 @@ def main(args):
     )
     args, checkpoint = load_checkpoint(args, made_by) if args.resume else (args, dict(iteration=0, eval_size=0))
     check(args)
-    torch.set_num_threads(1)  # networks this small lose more to a second thread than they gain
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)

@@ -232,6 +232,11 @@ def test_evaluating_checks_its_arguments(trainer, tmp_path, monkeypatch, capsys)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and "--eval-episodes" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "model.pt"]
+    (tmp_path / "args.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop:
+        trainer.main(trainer.Args(evaluate=str(tmp_path)))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "no model of this trainer there (KeyError: 'env_id')" in error
 
 
 def test_kernel_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys):
