@@ -45,6 +45,19 @@ def make_runs(args):
     ]
 
 
+def bytes_a_parameter(arm):
+    """What parameters and optimizer state take together on HalfCheetah-v5, in bytes a parameter; FP32 with Adam takes 12."""
+    import patched  # PyTorch comes with it, and the trainings do without
+
+    args = tyro.cli(patched.Args, args=[*ARMS[arm][1], "--no-cuda"])
+    agent = patched.ppo_fp16.Agent(17, 6).to(getattr(patched.torch, args.dtype))
+    optimizer = patched.ppo_fp16.make_optimizer(agent, args)
+    state = optimizer.state[optimizer.theta]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (optimizer.theta, *state.values()))
+    size += 2 * state["root_exp_avg_sq"].numel() if args.fp32_root else 0
+    return size / optimizer.theta.numel()
+
+
 def table(evaluations, runs):
     """Every arm on every task: as a share of FP16 with the paper's write-back, and wins over its own dtype with that.
 
@@ -60,14 +73,15 @@ def table(evaluations, runs):
             auc, fp16, own = of_env[arm], of_env["FP16, log_std"], of_env[baseline]
             if auc.isna().all():
                 continue
-            cells = [auc.count(), mean_and_range(auc.dropna()), mean_and_range(final.loc[env_id, arm].dropna())]
+            cells = [f"{bytes_a_parameter(arm):.2f}", auc.count()]
+            cells += [mean_and_range(values.dropna()) for values in (auc, final.loc[env_id, arm])]
             both = auc.notna() & fp16.notna()
             cells.append(f"{100 * auc[both].mean() / fp16[both].mean():.1f}%" if both.any() else "")
             both = auc.notna() & own.notna()
             cells.append("" if arm == baseline else f"{(auc > own)[both].sum()} of {both.sum()}")
             rows.append([env_id, arm, *cells])
-    columns = ["task", "arm", "seeds", "return AUC", "last return", "AUC of FP16, log_std", "wins over its own log_std"]
-    return markdown(columns, rows)
+    columns = ["task", "arm", "bytes a parameter", "seeds", "return AUC", "last return"]
+    return markdown([*columns, "AUC of FP16, log_std", "wins over its own log_std"], rows)
 
 
 if __name__ == "__main__":

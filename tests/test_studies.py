@@ -306,11 +306,11 @@ def test_writeback_table():
     curves |= {("BF16, compensated", "Hopper-v5", seed): [0, 5 * seed, 20 * seed] for seed in (1, 2, 3)}
     curves |= {("BF16, w in FP32", "Walker2d-v5", 1): [1, 2, 3]}
     rows = rows_of(writeback.table(*results(curves)))
-    assert rows["Hopper-v5", "FP16, log_std"][2:] == ["3", "75 (50 to 100)", "200 (100 to 300)", "100.0%", ""]
-    assert rows["Hopper-v5", "BF16, log_std"][2:] == ["2", "10 (10 to 10)", "10 (10 to 10)", "16.0%", ""]
+    assert rows["Hopper-v5", "FP16, log_std"][2:] == ["4.18", "3", "75 (50 to 100)", "200 (100 to 300)", "100.0%", ""]
+    assert rows["Hopper-v5", "BF16, log_std"][2:] == ["4.18", "2", "10 (10 to 10)", "10 (10 to 10)", "16.0%", ""]
     # AUC 7.5, 15, 22.5 against 50, 75, 100 of FP16, and against 10 and 10
-    assert rows["Hopper-v5", "BF16, compensated"][3:] == ["15 (8 to 22)", "40 (20 to 60)", "20.0%", "1 of 2"]
-    assert rows["Walker2d-v5", "BF16, w in FP32"][2:] == ["1", "2 (2 to 2)", "3 (3 to 3)", "", "0 of 0"]
+    assert rows["Hopper-v5", "BF16, compensated"][2:] == ["6.18", "3", "15 (8 to 22)", "40 (20 to 60)", "20.0%", "1 of 2"]
+    assert rows["Walker2d-v5", "BF16, w in FP32"][2:] == ["4.35", "1", "2 (2 to 2)", "3 (3 to 3)", "", "0 of 0"]
 
 
 def test_a_study_trains_and_reports(tmp_path):
