@@ -268,5 +268,6 @@ def markdown(columns, rows):
 
 
 def mean_and_range(values):
-    """A cell: the mean over seeds, and the range."""
-    return f"{np.mean(values):.0f} ({min(values):.0f} to {max(values):.0f})" if len(values) else ""
+    """A cell: the mean over seeds, and the range where there is more than one."""
+    spread = f" ({min(values):.0f} to {max(values):.0f})" if len(values) > 1 else ""
+    return f"{np.mean(values):.0f}{spread}" if len(values) else ""
