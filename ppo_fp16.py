@@ -1031,6 +1031,7 @@ def main(args):
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             status["eval"] = log_evaluation(global_step)
         status["SPS"] = args.batch_size / seconds
+        status["skipped"] = status.get("skipped", 0) + scalars["numerics/skipped_updates"]
         progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()})
         if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or interrupted:
             writer.flush()

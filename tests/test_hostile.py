@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import gymnasium as gym
@@ -196,7 +197,9 @@ def test_track_is_what_cleanrl_has(trainer, tmp_path, monkeypatch):
 
 
 @trainers
-def test_quiet_shows_no_bar(trainer, tmp_path, capfd):
+def test_the_progress_bar_and_quiet(trainer, tmp_path, capfd):
     register()
     train(trainer, tmp_path, iterations=1)
     assert capfd.readouterr().err == ""
+    train(trainer, tmp_path / "loud", iterations=1, quiet=False)
+    assert re.search(r"1/1 \[.*eval=-?\d+, .*SPS=\d+, skipped=\d+\]", capfd.readouterr().err)
