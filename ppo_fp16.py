@@ -734,7 +734,8 @@ class Replay(gym.Wrapper):
     """Knows what led to an environment's state, whatever that consists of: the generator at the last reset, the actions since."""
 
     def reset(self, **options):
-        self.options, self.generator = options, self.unwrapped.np_random.bit_generator.state
+        bits = getattr(self.unwrapped.np_random, "bit_generator", None)  # which dm_control's RandomState has not
+        self.options, self.generator = options, bits and bits.state
         self.actions, self.dtype = bytearray(), np.float32
         self.obs, info = super().reset(**options)
         return self.obs, info
@@ -757,7 +758,10 @@ class Replay(gym.Wrapper):
 
     def replay(self, history):
         """Brings a new environment to the state that another one had. Raises ValueError if it comes to another one."""
-        self.unwrapped.np_random.bit_generator.state = history["generator"]
+        if history["generator"]:
+            self.unwrapped.np_random.bit_generator.state = history["generator"]
+        elif "seed" not in history["options"]:
+            raise ValueError("the environment does not let its random numbers be set")
         self.reset(**history["options"])
         for action in history["actions"].numpy().reshape(-1, *self.action_space.shape):
             self.step(action)

@@ -363,3 +363,29 @@ def test_replay_of_actions_of_any_dtype(dtype, monkeypatch):
         one.step(action)
     other.replay(one.history())
     assert np.array_equal(one.obs, other.obs)
+
+
+@trainers
+def test_random_numbers_that_are_no_generator_of_numpy(trainer):
+    """As dm_control has them: such an environment trains, and is replayed from a seed, or refused."""
+
+    class Old(gym.Env):
+        observation_space = action_space = gym.spaces.Box(-1, 1, (2,), np.float64)
+        np_random = np.random.RandomState(0)
+
+        def reset(self, *, seed=None, options=None):
+            if seed is not None:
+                self.np_random = np.random.RandomState(seed)
+            return self.np_random.uniform(-1, 1, 2), {}
+
+        def step(self, action):
+            return self.np_random.uniform(-1, 1, 2), 0.0, False, False, {}
+
+    one, other = trainer.Replay(Old()), trainer.Replay(Old())
+    one.reset(seed=1)
+    one.step(np.zeros(2))
+    other.replay(one.history())
+    assert np.array_equal(one.obs, other.obs)
+    one.reset()
+    with pytest.raises(ValueError, match="random numbers"):
+        other.replay(one.history())
