@@ -438,7 +438,7 @@ def check(args):
         fail("--cuda: PyTorch finds no CUDA device here; leave the flag out to train on the CPU")
     try:
         env = make_env(args)
-    except (gym.error.Error, ImportError, ValueError, TypeError, NotImplementedError) as error:
+    except Exception as error:  # whatever the environment's own code raises
         fail(f"--env-id {args.env_id}: {error}")
     if not all(isinstance(space, gym.spaces.Box) for space in (env.action_space, env.observation_space)):
         fail(f"--env-id {args.env_id} has {env.observation_space} and {env.action_space}; choose one with Box actions")

@@ -3,7 +3,7 @@
 The runs go seed by seed over all tasks and methods, so that what is finished is always a fair comparison.
 
     python studies/learning.py --workers 2                                          # all, continuing what is there
-    python studies/learning.py --env-ids HalfCheetah-v5 Hopper-v5 --seeds 1 2 3     # the part that the README shows first
+    python studies/learning.py --env-ids HalfCheetah-v5 Hopper-v5 --seeds 1 2 3     # a part
 """
 
 from dataclasses import dataclass

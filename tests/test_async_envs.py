@@ -84,6 +84,18 @@ def test_slow_environments_step_side_by_side():
     assert seconds[False] > 8 * 15 * STEP and seconds[True] < seconds[False] / 3
 
 
+@trainers
+def test_a_recorded_environment_stays_in_the_trainer(trainer, tmp_path, monkeypatch):
+    """Its graphics, once used, would hang in a forked process."""
+    monkeypatch.setattr(gym.wrappers, "RecordVideo", lambda env, folder: env)
+    args = trainer.Args(env_id="Pendulum-v1", async_envs=True, runs_dir=str(tmp_path))
+    monkeypatch.setattr(gym, "make", lambda env_id, make=gym.make, **render: make(env_id))
+    envs = trainer.make_envs(args, 2, record=True)
+    assert isinstance(envs[0], trainer.Replay) and isinstance(envs[1], trainer.AsyncEnv)
+    for env in envs:
+        env.close()
+
+
 def children(pid):
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
     return [int(child) for child in listed.split()]

@@ -42,7 +42,9 @@ import numpy as np
 class Odd(gym.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
 
-    def __init__(self, observations, actions, blind=False, render_mode=None):
+    def __init__(self, observations, actions, blind=False, broken=False, render_mode=None):
+        if broken:
+            raise AttributeError("it is broken")
         self.observation_space, self.action_space, self.blind = observations, actions, blind
         self.render_mode = render_mode
 
@@ -76,6 +78,7 @@ for name, observations, actions in (
 ):
     gym.register(name + "-v0", entry_point=Odd, kwargs=dict(observations=observations, actions=actions))
 gym.register("Blind-v0", entry_point=Odd, kwargs=dict(observations=box, actions=box, blind=True))
+gym.register("Broken-v0", entry_point=Odd, kwargs=dict(observations=box, actions=box, broken=True))
 """
 
 
@@ -116,6 +119,7 @@ BAD = [
     bad("--env-id", "CartPole-v1"),
     bad("--env-id", "FrozenLake-v1"),
     bad("--env-id", "odd_environments:DictAction-v0"),
+    bad("--env-id", "odd_environments:Broken-v0"),
     bad("--env-id", "odd_environments:MultiBinaryAction-v0"),
     bad("--num-envs", "3", "--num-steps", "100", names="--num-minibatches"),
     bad("--num-minibatches", "4096"),
