@@ -391,9 +391,9 @@ def evaluate(agent, normalizer, args, episodes, record=False):
             envs[i].send(actions[i])
         for i in running.copy():
             obs[i], reward, terminated, truncated, _ = envs[i].receive()
-            returns[i] += reward
+            returns[i] += reward if math.isfinite(np.add.reduce(obs[i])) else math.nan
             lengths[i] += 1
-            if terminated or truncated or lengths[i] == 10_000:  # for tasks that have no time limit
+            if terminated or truncated or math.isnan(returns[i]) or lengths[i] == 10_000:  # for tasks without time limit
                 running.remove(i)
                 envs[i].close()
     return returns, lengths
@@ -486,8 +486,8 @@ class Replay(gym.Wrapper):
         return self.obs, *rest
 
     def history(self):
-        actions, obs = torch.as_tensor(np.frombuffer(self.actions, self.dtype).copy()), torch.as_tensor(self.obs)
-        return dict(options=self.options, generator=self.generator, actions=actions, obs=obs)
+        actions = np.frombuffer(self.actions, self.dtype).copy()
+        return dict(options=self.options, generator=self.generator, actions=actions, obs=self.obs)
 
     def replay(self, history):
         """Brings a new environment to the state that another one had. Raises ValueError if it comes to another one."""
@@ -496,9 +496,9 @@ class Replay(gym.Wrapper):
         elif "seed" not in history["options"]:
             raise ValueError("the environment does not let its random numbers be set")
         self.reset(**history["options"])
-        for action in history["actions"].numpy().reshape(-1, *self.action_space.shape):
+        for action in history["actions"].reshape(-1, *self.action_space.shape):
             self.step(action)
-        if not np.array_equal(self.obs, history["obs"].numpy(), equal_nan=True):
+        if not np.array_equal(self.obs, history["obs"], equal_nan=True):
             raise ValueError("the environment does not repeat itself")
 
 
@@ -563,13 +563,13 @@ def evaluate_model(args):
 
 
 def training_state(parts, normalizer, envs, next_obs):
-    """All that the iterations to come depend on, as tensors, numbers and lists: loading it back runs no code."""
+    """A copy of all that the iterations to come depend on, as tensors, numbers and lists: loading it back runs no code."""
     numpy_generator = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
     return dict(
-        parts={name: part.state_dict() for name, part in parts.items()},
+        parts={name: copy.deepcopy(part.state_dict()) for name, part in parts.items()},
         discounted_returns=[float(discounted_return) for discounted_return in normalizer.discounted_returns],
-        next_obs=torch.as_tensor(next_obs),
-        envs=[env.history() for env in envs],
+        next_obs=torch.tensor(next_obs),
+        envs=[{k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in env.history().items()} for env in envs],
         generators=[random.getstate(), numpy_generator, torch.get_rng_state(), torch.cuda.get_rng_state_all()],
     )
 
@@ -581,7 +581,7 @@ def restore(state, parts, normalizer, envs, next_obs):
     normalizer.discounted_returns = state["discounted_returns"]
     next_obs[:] = state["next_obs"].numpy()
     for env, history in zip(envs, state["envs"]):
-        env.replay(history)
+        env.replay({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in history.items()})
     setters = random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state_all
     for setter, generator in zip(setters, state["generators"]):
         setter(generator)
@@ -708,6 +708,10 @@ def main(args):
         writer.add_scalar("eval/mean_return", returns.mean(), global_step)
         return returns.mean()
 
+    def checkpoint_of(iteration):
+        made = dict(made_by=made_by, args=asdict(args), iteration=iteration, eval_size=eval_file.tell())
+        return dict(made, state=training_state(*learner))
+
     interrupted, failure = [], None
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
     if not args.resume:
@@ -715,65 +719,66 @@ def main(args):
         status["eval"] = log_evaluation(0)
     iterations = range(first + 1, args.num_iterations + 1)
     progress = tqdm(iterations, unit="iteration", initial=first, total=args.num_iterations, disable=args.quiet)
-    for iteration in progress:
-        if args.anneal_lr:
-            lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
-        start = time.perf_counter()
-        try:
+    checkpoint = checkpoint_of(first)
+    try:
+        for iteration in progress:
+            if args.anneal_lr:
+                lr = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+                for group in optimizer.param_groups:
+                    group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
+            start = time.perf_counter()
             batch, episodes = rollout(agent, envs, normalizer, next_obs, args)
-        except FloatingPointError as error:
-            failure = f"{args.env_id}: {error}; what was learned before it is kept in {args.run_dir}"
-            break
-        rollout_time = time.perf_counter() - start
+            rollout_time = time.perf_counter() - start
 
-        metrics = []
-        for _ in range(args.update_epochs):
-            permutation = torch.randperm(args.batch_size, device=device)
-            shuffled = {name: tensor[permutation] for name, tensor in batch.items()}
-            for end in range(args.minibatch_size, args.batch_size + 1, args.minibatch_size):
-                if end == args.batch_size:
-                    before = optimizer.param_groups[0]["params"][0].detach().clone()
-                minibatch = {name: tensor[end - args.minibatch_size : end] for name, tensor in shuffled.items()}
-                metrics.append(update(minibatch))
-            if args.target_kl is not None and metrics[-1]["losses/approx_kl"] > args.target_kl:
+            metrics = []
+            for _ in range(args.update_epochs):
+                permutation = torch.randperm(args.batch_size, device=device)
+                shuffled = {name: tensor[permutation] for name, tensor in batch.items()}
+                for end in range(args.minibatch_size, args.batch_size + 1, args.minibatch_size):
+                    if end == args.batch_size:
+                        before = optimizer.param_groups[0]["params"][0].detach().clone()
+                    minibatch = {name: tensor[end - args.minibatch_size : end] for name, tensor in shuffled.items()}
+                    metrics.append(update(minibatch))
+                if args.target_kl is not None and metrics[-1]["losses/approx_kl"] > args.target_kl:
+                    break
+            metrics = {name: torch.stack([metric[name] for metric in metrics]).float().cpu() for name in metrics[0]}
+            seconds = time.perf_counter() - start
+
+            global_step = iteration * args.batch_size
+            for step, episode_return, length in episodes:
+                episode_step = global_step - args.batch_size + (step + 1) * args.num_envs
+                writer.add_scalar("charts/episodic_return", episode_return, episode_step)
+                writer.add_scalar("charts/episodic_length", length, episode_step)
+                status["return"] = episode_return
+            scalars = {name: values.mean().item() for name, values in metrics.items()}
+            norms = metrics["numerics/grad_norm"]
+            scalars["numerics/grad_norm_clipped"] = norms.clamp(max=args.max_grad_norm).mean().item()
+            scalars["numerics/skipped_updates"] = (~norms.isfinite()).sum().item()
+            if not norms.isfinite().any():
+                progress.write(f"warning: no gradient of iteration {iteration} was finite, so every update was skipped")
+            scalars |= grid_metrics(optimizer, before)
+            returns = batch["returns"].float()
+            scalars["losses/explained_variance"] = (1 - (returns - batch["values"]).var() / returns.var()).item()
+            scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
+            scalars["charts/SPS"] = args.batch_size / seconds
+            scalars["time/rollout_s"], scalars["time/update_s"] = rollout_time, seconds - rollout_time
+            for name, scalar in scalars.items():
+                writer.add_scalar(name, scalar, global_step)
+            if iteration % args.eval_every == 0 or iteration == args.num_iterations:
+                status["eval"] = log_evaluation(global_step)
+            status["SPS"] = args.batch_size / seconds
+            status["skipped"] = status.get("skipped", 0) + scalars["numerics/skipped_updates"]
+            progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()})
+            checkpoint = checkpoint_of(iteration)
+            if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or interrupted:
+                writer.flush()
+                save_checkpoint(args.run_dir, checkpoint)
+            if interrupted:
+                progress.write(f"interrupted after {global_step} steps; what was learned is kept in {args.run_dir}")
                 break
-        metrics = {name: torch.stack([metric[name] for metric in metrics]).float().cpu() for name in metrics[0]}
-        seconds = time.perf_counter() - start
-
-        global_step = iteration * args.batch_size
-        for step, episode_return, length in episodes:
-            episode_step = global_step - args.batch_size + (step + 1) * args.num_envs
-            writer.add_scalar("charts/episodic_return", episode_return, episode_step)
-            writer.add_scalar("charts/episodic_length", length, episode_step)
-            status["return"] = episode_return
-        scalars = {name: values.mean().item() for name, values in metrics.items()}
-        norms = metrics["numerics/grad_norm"]
-        scalars["numerics/grad_norm_clipped"] = norms.clamp(max=args.max_grad_norm).mean().item()
-        scalars["numerics/skipped_updates"] = (~norms.isfinite()).sum().item()
-        if not norms.isfinite().any():
-            progress.write(f"warning: no gradient of iteration {iteration} was finite, so every update was skipped")
-        scalars |= grid_metrics(optimizer, before)
-        returns = batch["returns"].float()
-        scalars["losses/explained_variance"] = (1 - (returns - batch["values"]).var() / returns.var()).item()
-        scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
-        scalars["charts/SPS"] = args.batch_size / seconds
-        scalars["time/rollout_s"], scalars["time/update_s"] = rollout_time, seconds - rollout_time
-        for name, scalar in scalars.items():
-            writer.add_scalar(name, scalar, global_step)
-        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            status["eval"] = log_evaluation(global_step)
-        status["SPS"] = args.batch_size / seconds
-        status["skipped"] = status.get("skipped", 0) + scalars["numerics/skipped_updates"]
-        progress.set_postfix({name: f"{value:.0f}" for name, value in status.items()})
-        if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or interrupted:
-            writer.flush()
-            checkpoint = dict(made_by=made_by, args=asdict(args), iteration=iteration, eval_size=eval_file.tell())
-            save_checkpoint(args.run_dir, dict(checkpoint, state=training_state(*learner)))
-        if interrupted:
-            progress.write(f"interrupted after {global_step} steps; what was learned is kept in {args.run_dir}")
-            break
+    except Exception as error:  # a number that is not finite, or whatever the environment's own code raises
+        failure = error
+        save_checkpoint(args.run_dir, checkpoint)
 
     if args.save_model:
         save_model(os.path.join(args.run_dir, "model.pt"), agent, normalizer)
@@ -781,8 +786,11 @@ def main(args):
         env.close()
     writer.close()
     eval_file.close()
+    if isinstance(failure, FloatingPointError):
+        kept = f"what was learned before it is kept in {args.run_dir}"
+        sys.exit(f"{os.path.basename(__file__)}: error: {args.env_id}: {failure}; {kept}")
     if failure:
-        sys.exit(f"{os.path.basename(__file__)}: error: {failure}")
+        raise failure
 
 
 if __name__ == "__main__":

@@ -52,6 +52,14 @@ def test_async_environments_change_no_bit(trainer, tmp_path):
 
 
 @trainers
+def test_no_tensor_crosses_a_pipe(trainer):
+    """It would travel as an open file, which processes that are forked later do not find."""
+    env = trainer.make_env(trainer.Args(env_id="Slow-v0"))
+    env.reset(seed=1)
+    assert not any(isinstance(value, torch.Tensor) for value in env.history().values())
+
+
+@trainers
 def test_killed_and_resumed(trainer, tmp_path):
     for name in ("whole", "killed"):
         args = trainer.Args(**FLAGS, async_envs=True, runs_dir=str(tmp_path), run_name=name)

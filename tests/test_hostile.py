@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from test_resume import assert_same_run
 
 import ppo_amp
 import ppo_fp16
@@ -59,7 +60,7 @@ def train(trainer, tmp_path, iterations=3, **flags):
     """Trains on the registered environment; returns the saved model."""
     flags = FLAGS | dict(env_id="Misbehaving-v0", runs_dir=str(tmp_path), run_name="run", total_timesteps=32 * iterations) | flags
     trainer.main(trainer.Args(**flags))
-    agent, normalizer = trainer.load_model(tmp_path / "run" / "model.pt")
+    agent, normalizer = trainer.load_model(tmp_path / flags["run_name"] / "model.pt")
     assert all(parameter.isfinite().all() for parameter in agent.parameters())
     assert np.isfinite(normalizer.obs.mean).all() and np.isfinite(normalizer.obs.var).all()
     return agent, normalizer
@@ -71,11 +72,53 @@ def train(trainer, tmp_path, iterations=3, **flags):
 def test_what_is_not_finite_ends_the_run_with_what_was_learned(trainer, where, value, tmp_path, capsys):
     register(**{where: lambda step: value if step == 50 else 0.5})
     with pytest.raises(SystemExit) as stop:
-        train(trainer, tmp_path, checkpoint_every=1)
+        train(trainer, tmp_path)
     assert "is not finite" in str(stop.value) and {"obs": "observation", "reward": "reward"}[where] in str(stop.value)
     agent, normalizer = trainer.load_model(tmp_path / "run" / "model.pt")
     assert all(parameter.isfinite().all() for parameter in agent.parameters()) and np.isfinite(normalizer.obs.mean).all()
-    assert (tmp_path / "run" / "checkpoint.pt").exists()  # of the first iteration
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+@trainers
+@pytest.mark.parametrize("async_envs", [False, True])
+@pytest.mark.parametrize("when", [20, 70, "last evaluation"])  # in the first iteration, in the third, and after it
+def test_what_an_environment_raises_is_shown_and_loses_nothing(trainer, when, async_envs, tmp_path, monkeypatch):
+    """Once it is mended, the run goes on from where its iteration began, to the bits of one that had no trouble."""
+    evaluations = []
+
+    def evaluate(*args, evaluate=trainer.evaluate, **options):
+        evaluations.append(when)
+        if evaluations == ["last evaluation"] * 2:
+            raise RuntimeError("joint 3")
+        return evaluate(*args, **options)
+
+    def register_one_that_raises(trouble):
+        def reward(step):
+            if trouble and step == when:
+                raise RuntimeError("joint 3")
+            return float(step % 10)
+
+        register(obs=lambda step: step % 10, reward=reward)  # an episode has ten steps
+
+    flags = dict(checkpoint_every=100, async_envs=async_envs)
+    register_one_that_raises(False)
+    train(trainer, tmp_path, run_name="whole", **flags)
+    register_one_that_raises(True)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    with pytest.raises(RuntimeError, match="joint 3"):
+        train(trainer, tmp_path, **flags)
+    assert (tmp_path / "run" / "model.pt").exists()
+    register_one_that_raises(False)
+    trainer.main(trainer.Args(resume=str(tmp_path / "run")))
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@trainers
+def test_an_evaluation_that_is_not_finite_ends_and_says_so(trainer, tmp_path):
+    register(obs=lambda step: math.nan if step == 5 else 0.5)
+    args = trainer.Args(env_id="Misbehaving-v0")
+    returns, lengths = trainer.evaluate(trainer.Agent(3, 2), trainer.Normalizer(3), args, 2)
+    assert np.isnan(returns).all() and (lengths == 5).all()
 
 
 @trainers
