@@ -6,6 +6,7 @@
     clipped_surrogate     PPO's clipped objective, decided and evaluated on the log-ratio                         (Module B)
     scaled_norm           a global norm whose squares cannot overflow or underflow                                (Module A)
     rounded_sum           what module A avoids: a sum whose partial sums are all rounded to 16 bits
+    stochastic_rounding   to 16 bits, up or down at random and right on average                          (beyond the paper)
 
 "Paper" is Wu and Chen, "Structure-Aware Numerical Stabilization for Half-Precision PPO" (arXiv 2610.13306). u is the unit
 roundoff of a dtype: 2^-11 for FP16, 2^-8 for BF16, 2^-24 for FP32.
@@ -142,6 +143,28 @@ def rounded_sum(x):
             x = torch.cat([x, x.new_zeros(1)])
         x = x[0::2] + x[1::2]
     return x.sum()
+
+
+def stochastic_rounding(x, dtype, step, seed):
+    """x rounded to a 16-bit dtype, to one of its two neighbours with the chances that make it right on average.
+
+    x: (n,) in FP32. step: scalar tensor of any dtype; seed: integer; both from 0 to 2^32 - 1. The coin of element i
+    is the 24 highest bits of a hash of (seed, step, i), so that equal arguments round equally, on every device: there is no
+    generator, whose state a CUDA graph could not hold. Expectation: x, to within 2^-24 of the spacing, if x is finite, no
+    further from 0 than the largest finite number, and not below 2^-120 for BF16, where FP32 has no finer grid; what has no
+    neighbours but itself stays. Source: Croci et al. 2022, 4; the hash is Mueller's, 32 bits, two multiplications.
+    """
+    coin = (_hash(_hash(_hash(seed) ^ step.long()) ^ torch.arange(len(x), device=x.device)) >> 8).float() / 2**24
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two, the largest up to |x|
+    spacing = (power * torch.finfo(dtype).eps).clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    below = (x / spacing).floor()
+    return ((below + (coin < x / spacing - below)) * spacing).to(dtype)
+
+
+def _hash(bits):
+    for _ in range(2):
+        bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
+    return bits ^ bits >> 16
 
 
 def _wide(dtype):

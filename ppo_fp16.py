@@ -39,7 +39,8 @@ import tyro
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from numerics import clipped_surrogate, gaussian_log_ratio, rounded_sum, sampling_correction, scaled_norm  # Modules A and B
+# Modules A, B and C
+from numerics import clipped_surrogate, gaussian_log_ratio, rounded_sum, sampling_correction, scaled_norm, stochastic_rounding
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Args:
     module_b: bool = True  # take the log-ratio from the change of the policy and clip it in the log domain
     module_c: bool = True  # SHARP and its write-back, instead of Adam
     writeback: Literal["log_std", "compensated", "stochastic"] = "log_std"  # what keeps updates below the grid (see SHARP)
-    cuda_kernel: bool = True  # on CUDA, do modules A and C with sharp_kernel.cu (--dtype float16, and not --writeback stochastic)
+    cuda_kernel: bool = True  # on CUDA, do modules A and C with sharp_kernel.cu (--dtype float16)
     loss_scale: float = 1.0  # power of two that the loss, the gradient and the optimizer states carry
 
     def __post_init__(self):
@@ -99,7 +100,7 @@ class Args:
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         self.run_name = self.run_name or f"{self.env_id}__{self.exp_name}__{self.seed}__{int(time.time())}".replace("/", "-")
         self.run_dir = os.path.join(self.runs_dir, self.run_name)
-        modules = self.module_a and self.module_c and self.dtype == "float16" and self.writeback != "stochastic"
+        modules = self.module_a and self.module_c and self.dtype == "float16"
         self.cuda_kernel = self.cuda_kernel and modules and self.cuda and torch.cuda.is_available()
 
 
@@ -240,12 +241,12 @@ class SHARP(torch.optim.Optimizer):
     params: one flat 16-bit vector. layout: the (shape, shared) of each tensor it consists of, in order; where shared is true, the
     elements of a matrix row share a root second moment, elsewhere each has its own. residual: the slice of the vector whose
     updates, where the 16-bit grid did not take them, wait in residual_dtype for the next: in the paper log_std's, in FP32; all
-    of them in 16 bits make it a compensated sum (Kahan). rounding: to 16 bits. lr, betas, eps: as Adam's.
+    of them in 16 bits make it a compensated sum (Kahan). rounding_seed: rounds the vector stochastically. Others: as Adam's.
 
     State: exp_avg (m) and root_exp_avg_sq (w, about sqrt(v)) in the dtype of the vector, residual in its own; step in FP32.
     """
 
-    def __init__(self, params, layout, residual=slice(0, 0), residual_dtype=torch.float32, rounding=torch.Tensor.to, **adam):
+    def __init__(self, params, layout, residual=slice(0, 0), residual_dtype=torch.float32, rounding_seed=None, **adam):
         super().__init__(params, dict(lr=3e-4, betas=(0.9, 0.999), eps=1e-5) | adam)
         (self.theta,) = self.param_groups[0]["params"]
         self.layout, self.residual = [], residual
@@ -262,7 +263,7 @@ class SHARP(torch.optim.Optimizer):
             root_exp_avg_sq=self.theta.new_zeros(sum(shape[0] for shape, _ in self.layout)),
             residual=torch.zeros_like(self.theta[residual], dtype=residual_dtype),
         )
-        self.rounding, self.update = rounding, sharp_update
+        self.rounding_seed, self.update = rounding_seed, sharp_update
 
     @torch.no_grad()
     def step(self, closure=None, clip_coef=None):
@@ -271,8 +272,8 @@ class SHARP(torch.optim.Optimizer):
         group, theta = self.param_groups[0], self.theta
         clip_coef = torch.ones((), device=theta.device) if clip_coef is None else clip_coef
         lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=theta.device)
-        tables = self.layout, self.residual, self.rounding
-        self.update(theta, theta.grad, clip_coef, lr, group["betas"], group["eps"], *tables, self.state[theta])
+        others = self.layout, self.residual, self.rounding_seed, self.state[theta]
+        self.update(theta, theta.grad, clip_coef, lr, group["betas"], group["eps"], *others)
         return loss
 
     def load_state_dict(self, state_dict):
@@ -284,15 +285,7 @@ class SHARP(torch.optim.Optimizer):
         self.state[self.theta] = {name: tensor.copy_(saved[name].view_as(tensor)) for name, tensor in state.items()}
 
 
-def stochastic_rounding(x, dtype):
-    """x (FP32, finite) rounded to a 16-bit dtype, up or down with the chances that make it right on average."""
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two, the largest up to |x|
-    spacing = (power * torch.finfo(dtype).eps).clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
-    below = (x / spacing).floor()
-    return ((below + (torch.rand_like(x) < x / spacing - below)) * spacing).to(dtype)
-
-
-def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, rounding, state):
+def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, rounding_seed, state):
     """One SHARP step in place: reads 16 bits, computes in FP32, writes 16 bits."""
     step, exp_avg, root_exp_avg_sq = state["step"], state["exp_avg"], state["root_exp_avg_sq"]
     (beta1, beta2), sizes = betas, [math.prod(shape) for shape, _ in layout]
@@ -320,7 +313,8 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, r
 
     # theta <- Q(theta - u); where there is a residual it joins u, and keeps what Q did not take
     u[residual] += state["residual"]
-    new = rounding(theta.float() - u, theta.dtype)
+    new = theta.float() - u
+    new = new.to(theta.dtype) if rounding_seed is None else stochastic_rounding(new, theta.dtype, step, rounding_seed)
     left = u[residual] - (theta[residual].float() - new[residual].float())
     for old, value in ((theta, new), (exp_avg, m), (root_exp_avg_sq, w), (state["residual"], left)):
         torch.where(finite, value.to(old.dtype), old, out=old)
@@ -380,7 +374,7 @@ class SharpKernel:
             offset, root = offset + size, root + (shape[0] if shared else size)
         return rows, layers
 
-    def __call__(self, theta, gradient, clip_coef, lr, betas, eps, layout, residual, rounding, state):
+    def __call__(self, theta, gradient, clip_coef, lr, betas, eps, layout, residual, rounding_seed, state):
         exp_avg, root = state["exp_avg"], state["root_exp_avg_sq"]
         for x in (theta, gradient, exp_avg, root):
             if x.dtype != torch.float16 or x.device != self.rows.device or not x.is_contiguous() or gradient.shape != theta.shape:
@@ -392,7 +386,8 @@ class SharpKernel:
         layers = self.layers, np.int32(len(self.layers)), self.row_sums, root, self.layer_rms, self.scalars, state["step"]
         self.launch(self.statistics, gradient, *rows, *layers, *self.limits, *squares, *logs)
         residuals = (np.uint64(0), state["residual"]) if self.compensated else (state["residual"], np.uint64(0))
-        tensors = theta, gradient, exp_avg, root, *residuals, *rows, self.layer_rms, self.scalars
+        coins = (np.uint64(0), np.uint32(0)) if rounding_seed is None else (state["step"], np.uint32(rounding_seed))
+        tensors = theta, gradient, exp_avg, root, *residuals, *coins, *rows, self.layer_rms, self.scalars
         self.launch(self.apply, *tensors, np.float32(beta1), np.float32(1 - beta1), *squares, np.float32(eps))
 
     def launch(self, kernel, *arguments):
@@ -421,7 +416,7 @@ def make_optimizer(agent, args):
     writeback = dict(
         log_std=dict(residual=slice(0, len(agent.log_std))),
         compensated=dict(residual=slice(0, len(theta)), residual_dtype=theta.dtype),
-        stochastic=dict(rounding=stochastic_rounding),
+        stochastic=dict(rounding_seed=args.seed),
     )
     optimizer = SHARP([theta], layout, lr=args.learning_rate, eps=eps, **writeback[args.writeback])
     if args.cuda_kernel:
@@ -696,7 +691,7 @@ def check(args):
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track needs wandb; install it with: pip install wandb")
     if "--cuda-kernel" in sys.argv and not args.cuda_kernel:
-        fail("--cuda-kernel needs CUDA, modules A and C, --dtype float16 and no --writeback stochastic; leave it out")
+        fail("--cuda-kernel needs CUDA, modules A and C, and --dtype float16; leave it out")
     if args.cuda_kernel and (problem := SharpKernel.problem()):
         fail(f"--cuda-kernel: {problem}; pip install cupy-cuda{torch.version.cuda.split('.')[0]}x, or use --no-cuda-kernel")
     if args.writeback != "log_std" and not args.module_c:

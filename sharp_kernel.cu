@@ -8,7 +8,8 @@
 //     m     = beta1 m + (1 - beta1) clip g             u    = lr (m / (1 - beta1^t)) / (w^ / sqrt(1 - beta2^t) + eps)
 //     theta = Q(theta - u)                             where there is a residual: u += it before, it = u - (theta_old - theta) after
 //
-// The residual is FP32 for log_std alone, or FP16 (`low`) for every element, which makes it a compensated sum.
+// The residual is FP32 for log_std alone, or FP16 (`low`) for every element, which makes it a compensated sum. Where `step` is
+// given to the second launch, Q rounds theta stochastically, as `stochastic_rounding` of numerics.py.
 //
 // FP16 is read, FP32 computed, FP16 written. Squares of FP16 numbers neither overflow nor underflow FP32, so no sum is rescaled.
 // If any element of g is not finite, nothing changes but grad_norm, clip_coef and the counter of skipped updates.
@@ -87,6 +88,19 @@ __device__ void store(__half* to, int n, const float (&x)[8]) {
     }
 }
 
+__device__ unsigned hash(unsigned bits) {
+    for (int i = 0; i < 2; i++) bits = (bits ^ bits >> 16) * 0x45D9F3Bu;
+    return bits ^ bits >> 16;
+}
+
+// x, rounded to a neighbour in FP16 by the coin that these bits are.
+__device__ float stochastic_rounding(float x, unsigned bits) {
+    const float power = __uint_as_float(__float_as_uint(x) & 0x7F800000u);  // of two, the largest up to |x|
+    const float spacing = fmaxf(power * 0x1p-10f, 0x1p-24f), below = floorf(x / spacing);
+    const float coin = static_cast<float>(bits >> 8) * 0x1p-24f;
+    return (below + (coin < x / spacing - below ? 1.0f : 0.0f)) * spacing;
+}
+
 // Launch 1: the sum of squares of every row; then, in the block that finishes last, the norm, the clip coefficient, the bias
 // corrections, the shared root second moments and their RMS over each layer.
 extern "C" __global__ void sharp_statistics(
@@ -153,7 +167,8 @@ extern "C" __global__ void sharp_statistics(
 // Launch 2: the first moments, the root second moments that elements have of their own, and the parameters.
 extern "C" __global__ __launch_bounds__(32 * WARPS, 3) void sharp_apply(
     __half* __restrict__ theta, const __half* __restrict__ gradient, __half* __restrict__ exp_avg, __half* __restrict__ root,
-    float* __restrict__ residual, __half* __restrict__ low, const Row* __restrict__ rows, int row_count, const float* __restrict__ layer_rms,
+    float* __restrict__ residual, __half* __restrict__ low, const float* __restrict__ step, unsigned seed,
+    const Row* __restrict__ rows, int row_count, const float* __restrict__ layer_rms,
     const Scalars* __restrict__ scalars, float beta1, float one_minus_beta1, float sqrt_beta2, float sqrt_1_beta2, float eps)
 {
     const int index = blockIdx.x * WARPS + threadIdx.x / 32;
@@ -161,7 +176,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 3) void sharp_apply(
     if (index >= row_count || isnan(clip)) return;
     const Row row = rows[index];
     const float lr = scalars->lr, correction1 = scalars->correction1, correction2 = scalars->correction2;
-    const bool shared = row.layer >= 0;
+    const bool shared = row.layer >= 0, stochastic = step != nullptr;
+    const unsigned key = stochastic ? hash(hash(seed) ^ static_cast<unsigned>(*step)) : 0u;
     float denominator = 0.0f;
     if (shared) {
         const float rms = layer_rms[row.layer];
@@ -196,6 +212,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 3) void sharp_apply(
                 l[i] = u - (p[i] - __half2float(__float2half_rn(p[i] - u)));
             }
             p[i] -= u;
+            if (stochastic) p[i] = stochastic_rounding(p[i], hash(key ^ (at + i)));
         }
         store(theta + at, n, p);
         store(exp_avg + at, n, m);

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -94,6 +95,8 @@ inline float __shfl_xor_sync(unsigned, float value, int distance) {
     barrier.arrive_and_wait();
     return value;
 }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned atomicAdd(unsigned* at, unsigned value) { return std::atomic_ref<unsigned>(*at).fetch_add(value); }
 
 // For each kernel: the launch, with the arguments as cuLaunchKernel takes them, and the sizes of its parameters.

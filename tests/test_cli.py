@@ -248,7 +248,7 @@ def test_kernel_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys):
     is_refused(ppo_fp16, [*arguments, "--no-cuda"], "--cuda-kernel", tmp_path, monkeypatch, capsys)
     # where there is a device, it still does modules A and C of the paper in FP16 only
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for flags in (["--no-module-a"], ["--no-module-c"], ["--dtype", "bfloat16"], ["--writeback", "stochastic"]):
+    for flags in (["--no-module-a"], ["--no-module-c"], ["--dtype", "bfloat16"]):
         is_refused(ppo_fp16, [*arguments, *flags], "--cuda-kernel", tmp_path, monkeypatch, capsys)
 
 

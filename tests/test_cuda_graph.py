@@ -18,6 +18,7 @@ MODES = {
     "fp16": (ppo_fp16, {}),
     "fp16-bfloat16": (ppo_fp16, dict(dtype="bfloat16")),
     "fp16-compensated": (ppo_fp16, dict(writeback="compensated")),
+    "fp16-stochastic": (ppo_fp16, dict(writeback="stochastic")),
     "fp16-no-module-a": (ppo_fp16, dict(module_a=False)),
     "fp16-no-module-b": (ppo_fp16, dict(module_b=False)),
 }

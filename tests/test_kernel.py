@@ -59,6 +59,7 @@ def library(tmp_path_factory):
 @pytest.fixture
 def emulated(monkeypatch):
     """Torch without CUDA has no current stream, and the kernel sums in an order of its own."""
+    torch.compile(torch.neg, backend="eager")(torch.ones(1))  # TorchDynamo lists torch's functions once, as it finds them
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.Tensor, "mean", mean_in_the_kernels_order)
     monkeypatch.setattr(torch, "hypot", lambda a, b: (a * a + b * b).sqrt())
@@ -216,10 +217,23 @@ def test_compensated(library, emulated, layout):
         assert (expected != actual).float().mean() < 0.01
 
 
+@needs_emulator
+@pytest.mark.parametrize("order, seed", [(0, 1), (2, 2**32 - 1)])
+def test_stochastic_rounding(library, emulated, order, seed):
+    """The coins of the PyTorch path, and so its bits."""
+    reference, kernel = pair(library, LAYOUT, residual=slice(0, 0), order=order, rounding_seed=seed)
+    for i in range(4):
+        step(reference, kernel, hostile(len(kernel.theta), i) if i % 2 else (torch.randn(len(kernel.theta)) * 0.01).half())
+        assert_same_bits(reference, kernel)
+    assert reference.rounding_seed == seed  # so the reference rounds stochastically
+
+
 def test_launch_rejects_what_the_kernel_does_not_take(library, emulated):
     _, kernel = pair(library, LAYOUT)
     with pytest.raises(TypeError, match="bytes"):  # a bare number is 8 bytes wide, the parameter 4
-        kernel.update.launch(kernel.update.apply, *[kernel.theta] * 7, 3, *[kernel.theta] * 2, *[np.float32(0)] * 5)
+        kernel.update.launch(
+            kernel.update.apply, *[kernel.theta] * 7, np.uint32(1), kernel.theta, 3, *[kernel.theta] * 2, *[np.float32(0)] * 5
+        )
     kernel.theta.grad = torch.zeros(len(kernel.theta), dtype=torch.float16)
     kernel.update.rows = kernel.update.rows.to("meta")  # stands for another device
     with pytest.raises(ValueError, match="contiguous FP16"):

@@ -10,7 +10,15 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from numerics import clipped_surrogate, gaussian_log_ratio, rounded_sum, sampling_correction, scaled_norm, two_sum
+from numerics import (
+    clipped_surrogate,
+    gaussian_log_ratio,
+    rounded_sum,
+    sampling_correction,
+    scaled_norm,
+    stochastic_rounding,
+    two_sum,
+)
 
 torch.set_num_threads(1)
 
@@ -531,6 +539,55 @@ def test_rounded_sum_is_the_pairwise_loop(size):
         values = [np.float16(sum(values[i : i + 2], np.float16(0))) for i in range(0, len(values), 2)]
     assert rounded_sum(x.half()).item() == float(values[0])
     assert rounded_sum(x.half()[:, None].expand(-1, 1)).item() == float(values[0])
+
+
+# --- stochastic rounding
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@given(st.integers(-0x8000, 0x7FFF), st.floats(0, 1), st.integers(0, 2**24), st.integers(0, 2**32 - 1))
+def test_stochastic_rounding_gives_the_neighbours_with_the_right_chances(dtype, bits, position, step, seed):
+    low, high = torch.tensor([bits, bits + 1 if bits & 0x7FFF != 0x7FFF else bits], dtype=torch.int16).view(dtype).float()
+    assume(
+        low.isfinite() and high.isfinite() and low.abs() >= 2**-120 * (dtype == torch.bfloat16)
+    )  # FP32 resolves them below that no more
+    x = low + position * (high - low)
+    rounded = stochastic_rounding(x.expand(2000).contiguous(), dtype, torch.tensor(float(step)), seed).float()
+    assert ((rounded == low) | (rounded == high)).all()
+    if low != high:
+        assert (rounded == high).float().mean().item() == pytest.approx(((x - low) / (high - low)).item(), abs=0.06)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_stochastic_rounding_leaves_what_needs_none(dtype):
+    for value in all_finite(dtype).float().split(64):
+        assert torch.equal(stochastic_rounding(value, dtype, torch.tensor(3.0), 1).float(), value)
+    infinite = torch.tensor([math.inf, -math.inf, math.nan])
+    assert not stochastic_rounding(infinite, dtype, torch.tensor(3.0), 1).isfinite().any()
+
+
+def coins(count, step, seed):
+    """The positions between 1 and the next FP16 number, of 2^10, from which on each element is rounded up, by bisection."""
+    low, high = torch.zeros(count), torch.full((count,), 2.0**10)
+    for _ in range(10):
+        middle = (low + high) / 2
+        up = stochastic_rounding(1 + middle * 2.0**-20, torch.float16, torch.tensor(float(step)), seed) > 1
+        low, high = torch.where(up, low, middle), torch.where(up, middle, high)
+    return low
+
+
+def test_coins_are_even_and_know_nothing_of_each_other():
+    """Not of their neighbours in the vector, in time, or under another seed: within 4 standard errors of independent ones."""
+    count, steps = 50_000, [(s, seed) for s in (1, 2, 3, 1000) for seed in (0, 1, 2**32 - 1)]
+    samples = {at: coins(count, *at) for at in steps}
+    for sample in samples.values():
+        observed = torch.histc(sample, 64, 0, 2**10)
+        chi_square = (observed - count / 64).square().sum() / (count / 64)
+        assert chi_square < 63 + 4 * math.sqrt(2 * 63)
+        for lag in (1, 2, 64, 4096):
+            assert abs(torch.corrcoef(torch.stack([sample[lag:], sample[:-lag]]))[0, 1]) < 4 / math.sqrt(count)
+    correlations = torch.corrcoef(torch.stack(list(samples.values()))) - torch.eye(len(samples))
+    assert correlations.abs().max() < 4.5 / math.sqrt(count)
 
 
 # --- compiled
