@@ -305,11 +305,12 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, r
     w_hat = w.float().clamp(layer / 4, layer * 4)
 
     # m <- beta1 m + (1 - beta1) g;  u = lr m^ / (w^ / sqrt(1 - beta2^t) + eps)
-    correction1, correction2 = (-torch.expm1(step * math.log(beta)) for beta in betas)
+    corrections = [-torch.expm1(step * math.log(beta)) for beta in betas]
+    correction1, correction2 = torch.stack(corrections).unbind()  # a compiler would repeat for every element what is not stored
     m = beta1 * exp_avg.float() + (1 - beta1) * (clip_coef * gradient.float())
     pieces = zip((w_hat / correction2.sqrt() + eps).split(roots), layout)
     denominator = torch.cat([x[:, None].expand(shape).flatten() if shared else x for x, (shape, shared) in pieces])
-    u = lr * (m / correction1) / denominator
+    u = (lr / correction1) * m / denominator
 
     # theta <- Q(theta - u); where there is a residual it joins u, and keeps what Q did not take
     u[residual] += state["residual"]

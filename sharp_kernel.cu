@@ -5,7 +5,7 @@
 //     G     = sqrt(sum g^2) / loss_scale               clip = min(1, max_grad_norm / (G + 1e-6)), NaN if G is not finite
 //     r     = |g|, or the RMS of g over the row        w    = Q(sqrt((sqrt(beta2) w)^2 + (sqrt(1 - beta2) clip r)^2))
 //     w^    = w, in a row-shared layer clipped to [1/4, 4] times the RMS of w over the layer's rows
-//     m     = beta1 m + (1 - beta1) clip g             u    = lr (m / (1 - beta1^t)) / (w^ / sqrt(1 - beta2^t) + eps)
+//     m     = beta1 m + (1 - beta1) clip g             u    = lr / (1 - beta1^t) m / (w^ / sqrt(1 - beta2^t) + eps)
 //     theta = Q(theta - u)                             where there is a residual: u += it before, it = u - (theta_old - theta) after
 //
 // The residual is FP32 for log_std alone, or FP16 (`low`) for every element, which makes it a compensated sum. Where `step` is
@@ -175,7 +175,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 3) void sharp_apply(
     const float clip = scalars->clip_coef;
     if (index >= row_count || isnan(clip)) return;
     const Row row = rows[index];
-    const float lr = scalars->lr, correction1 = scalars->correction1, correction2 = scalars->correction2;
+    const float step_size = scalars->lr / scalars->correction1, correction2 = scalars->correction2;
     const bool shared = row.layer >= 0, stochastic = step != nullptr;
     const unsigned key = stochastic ? hash(hash(seed) ^ static_cast<unsigned>(*step)) : 0u;
     float denominator = 0.0f;
@@ -201,7 +201,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 3) void sharp_apply(
                 w[i] = __half2float(__float2half_rn(sqrtf(a * a + b * b)));
                 denominator = w[i] / correction2 + eps;
             }
-            float u = lr * (m[i] / correction1) / denominator;
+            float u = step_size * m[i] / denominator;
             if (row.residual >= 0 && i < n) {
                 float* left = residual + row.residual + j + i;
                 u += *left;
