@@ -163,7 +163,7 @@ class Linear(nn.Linear):
     """AMP: autocast's product, 16-bit factors summed in FP32, at a speed that PyTorch has on the CPU for FP32 alone."""
 
     def forward(self, x):
-        if x.is_cuda or len(x) == 1:
+        if x.is_cuda or x.shape[0] == 1:
             return super().forward(x)
         dtype = torch.get_autocast_dtype("cpu")
         with torch.autocast("cpu", enabled=False):

@@ -179,7 +179,7 @@ class Linear(nn.Linear):
     """Storage: 16 bits in and out, sums in FP32, as tensor cores have it; on the CPU PyTorch has that fast for one row only."""
 
     def forward(self, x):
-        if x.is_cuda or len(x) == 1:
+        if x.is_cuda or x.shape[0] == 1:
             return nn.functional.linear(x, self.weight, self.bias)
         return nn.functional.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
 
