@@ -49,7 +49,7 @@ def make_runs(args):
     return emulated + [Run("Native-BF16", "ppo_fp16.py", flags, env_id, seed) for seed in args.seeds for env_id in args.env_ids]
 
 
-def load_with_fp16(results=RESULTS):
+def load_with_learning(results=RESULTS):
     """The evaluations of the study and of PPO-FP16 from the learning study, and the study's runs: what `table` takes."""
     evaluations, runs = load("precision_boundary", results)
     learning, _ = load("learning", results)
@@ -78,6 +78,6 @@ def table(evaluations, runs):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.report:
-        print(table(*load_with_fp16(args.results)))
+        print(table(*load_with_learning(args.results)))
     else:
         run_study("precision_boundary", make_runs(args), args.workers, args.ray_address, args.results)

@@ -29,6 +29,7 @@ STUDIES = (
     "ablations",
     "precision_boundary",
     "writeback",
+    "perturbation",
 )  # modules beside this one, each with a `table(evaluations, runs)` of the results under its name
 NO_RUNS = "no runs yet"
 
@@ -45,7 +46,7 @@ def study_table(study):
     if not os.path.exists(os.path.join(RESULTS, f"{study}_runs.csv")):
         return NO_RUNS
     module = importlib.import_module(study)
-    return module.table(*(module.load_with_fp16() if study == "precision_boundary" else load(study)))
+    return module.table(*(module.load_with_learning() if hasattr(module, "load_with_learning") else load(study)))
 
 
 def learning_table(evaluations, runs):

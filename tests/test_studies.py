@@ -19,6 +19,7 @@ STUDIES = pathlib.Path(__file__).parents[1] / "studies"
 sys.path.insert(0, str(STUDIES))
 import ablations  # noqa: E402
 import patched  # noqa: E402
+import perturbation  # noqa: E402
 import precision_boundary  # noqa: E402
 import runner  # noqa: E402
 import writeback  # noqa: E402
@@ -188,7 +189,9 @@ def test_patched_refuses_what_it_cannot_patch(trainer, flags, named, capsys):
     assert named in line
 
 
-STUDY_MODULES = pytest.mark.parametrize("study", [ablations, precision_boundary, writeback], ids=lambda study: study.__name__)
+STUDY_MODULES = pytest.mark.parametrize(
+    "study", [ablations, precision_boundary, perturbation, writeback], ids=lambda study: study.__name__
+)
 TRAINERS = {
     "ppo_fp32.py": ppo_fp32.Args,
     "ppo_amp.py": ppo_amp.Args,
@@ -230,6 +233,8 @@ def test_studies_go_seed_by_seed_over_all_tasks():
     runs = precision_boundary.make_runs(precision_boundary.Args())
     assert [run.method for run in runs[:6]] == [f"E5M{bits}" for bits in range(10, 4, -1)]
     assert len(runs) == 6 * 2 + 6 * 5
+    runs = perturbation.make_runs(perturbation.Args())
+    assert len(runs) == 16 and [run.trainer for run in runs[:4]] == [run.trainer for run in runs[4:8]]
 
 
 def results(curves, skipped_from=None):
@@ -311,6 +316,23 @@ def test_writeback_table():
     # AUC 7.5, 15, 22.5 against 50, 75, 100 of FP16, and against 10 and 10
     assert rows["Hopper-v5", "BF16, compensated"][2:] == ["6.18", "3", "15 (8 to 22)", "40 (20 to 60)", "20.0%", "1 of 2"]
     assert rows["Walker2d-v5", "BF16, w in FP32"][2:] == ["4.35", "1", "2", "3", "", "0 of 0"]
+
+
+def test_copies_differ_in_the_last_digit_of_the_learning_rate():
+    rates = np.float32([perturbation.learning_rate(copy) for copy in range(5)])
+    assert rates[0] == np.float32(3e-4) and (np.diff(rates) > 0).all() and rates[-1] < rates[0] * (1 + 1e-6)
+
+
+def test_perturbation_table():
+    cheetah, levels = "HalfCheetah-v5", {"FP32": (10, 20), "AMP-FP16": (5,), "AMP-BF16": (15,), "PPO-FP16": (1, 30)}
+    curves = {(f"{method}, copy {i}", cheetah, 1): [x] * 3 for method, copies in levels.items() for i, x in enumerate(copies)}
+    curves |= {("FP32", cheetah, seed): [10 * seed] * 3 for seed in (1, 2, 3)}
+    curves |= {(method, cheetah, 1): [1] * 3 for method in ("AMP-FP16", "AMP-BF16", "PPO-FP16")}
+    rows = rows_of(perturbation.table(*results(curves)))
+    # ranks of FP32 over the four choices: 2, 1 beside 1 of PPO-FP16, and 3, 2 beside 30
+    assert rows["FP32", "2"][2:] == ["15 (10 to 20)", "7", "10 (3 seeds)", "2.00", "0.71"]
+    assert rows["PPO-FP16", "2"][2:] == ["16 (1 to 30)", "21", "(1 seeds)", "2.50", "1.50"]
+    assert rows["AMP-BF16", "1"][2:] == ["15", "", "(1 seeds)", "2.00", "0.71"]
 
 
 def test_a_study_trains_and_reports(tmp_path):
