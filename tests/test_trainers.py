@@ -188,6 +188,14 @@ def test_trainers_differ_in_few_lines():
     assert changed_lines(fp16) <= 330
 
 
+@pytest.mark.skipif(shutil.which("diff") is None, reason="diff is not installed")
+@pytest.mark.parametrize("other", ["ppo_amp.py", "ppo_fp16.py"])
+def test_readme_counts_the_lines_that_diff_prints(other):
+    printed = subprocess.run(["diff", "ppo_fp32.py", other], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    changed = sum(line[0] in "<>" for line in printed)
+    assert re.search(rf"`diff ppo_fp32.py {other}`.*\| {changed}\b", (ROOT / "README.md").read_text())
+
+
 def test_ppo_comes_first_and_fits_in_400_lines():
     ppo, _ = (ROOT / "ppo_fp32.py").read_text().split("\n\n\n# PPO ends here.")
     assert ppo.count("\n") < 400 and "def update_minibatch" in ppo and "def evaluate" in ppo
