@@ -729,9 +729,14 @@ def check(args):
 class Replay(gym.Wrapper):
     """Knows what led to an environment's state, whatever that consists of: the generator at the last reset, the actions since."""
 
+    def bit_generator(self):
+        """Of the environment's random numbers: of a NumPy Generator or, as dm_control has it, of the older RandomState."""
+        random = self.unwrapped.np_random
+        return getattr(random, "bit_generator", None) or getattr(random, "_bit_generator", None)
+
     def reset(self, **options):
-        bits = getattr(self.unwrapped.np_random, "bit_generator", None)  # which dm_control's RandomState has not
-        self.options, self.generator = options, bits and bits.state
+        bits = self.bit_generator()
+        self.options, self.generator = options, bits and json.loads(json.dumps(bits.state, default=np.ndarray.tolist))
         self.actions, self.dtype = bytearray(), np.float32
         self.obs, info = super().reset(**options)
         return self.obs, info
@@ -755,7 +760,7 @@ class Replay(gym.Wrapper):
     def replay(self, history):
         """Brings a new environment to the state that another one had. Raises ValueError if it comes to another one."""
         if history["generator"]:
-            self.unwrapped.np_random.bit_generator.state = history["generator"]
+            self.bit_generator().state = history["generator"]
         elif "seed" not in history["options"]:
             raise ValueError("the environment does not let its random numbers be set")
         self.reset(**history["options"])

@@ -365,23 +365,42 @@ def test_replay_of_actions_of_any_dtype(dtype, monkeypatch):
     assert np.array_equal(one.obs, other.obs)
 
 
+class Drawn(gym.Env):
+    """Observations drawn by a function of its random numbers, which are not a Generator of NumPy."""
+
+    observation_space = action_space = gym.spaces.Box(-1, 1, (2,), np.float64)
+
+    def __init__(self, make, draw):
+        self.make, self.draw, self.np_random = make, draw, make(0)
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.np_random = self.make(seed)
+        return np.array([self.draw(self.np_random), self.draw(self.np_random)]), {}
+
+    def step(self, action):
+        return np.array([self.draw(self.np_random), 0.0]), 0.0, False, False, {}
+
+
 @trainers
-def test_random_numbers_that_are_no_generator_of_numpy(trainer):
-    """As dm_control has them: such an environment trains, and is replayed from a seed, or refused."""
+def test_random_numbers_of_numpys_older_kind(trainer):
+    """As dm_control has them."""
+    one, other = (trainer.Replay(Drawn(np.random.RandomState, np.random.RandomState.normal)) for _ in range(2))
+    one.reset(seed=1)
+    for _ in range(3):
+        one.step(np.zeros(2))
+        file = io.BytesIO()
+        torch.save(one.history() | dict(obs=None, actions=None), file)
+        file.seek(0)
+        other.replay(one.history() | torch.load(file, weights_only=True) | dict(obs=one.obs, actions=one.history()["actions"]))
+        assert np.array_equal(one.step(np.zeros(2))[0], other.step(np.zeros(2))[0])
+        one.reset()
 
-    class Old(gym.Env):
-        observation_space = action_space = gym.spaces.Box(-1, 1, (2,), np.float64)
-        np_random = np.random.RandomState(0)
 
-        def reset(self, *, seed=None, options=None):
-            if seed is not None:
-                self.np_random = np.random.RandomState(seed)
-            return self.np_random.uniform(-1, 1, 2), {}
-
-        def step(self, action):
-            return self.np_random.uniform(-1, 1, 2), 0.0, False, False, {}
-
-    one, other = trainer.Replay(Old()), trainer.Replay(Old())
+@trainers
+def test_random_numbers_of_an_unknown_kind(trainer):
+    """Such an environment trains, and is replayed from a seed, or refused."""
+    one, other = (trainer.Replay(Drawn(random.Random, random.Random.random)) for _ in range(2))
     one.reset(seed=1)
     one.step(np.zeros(2))
     other.replay(one.history())
