@@ -636,7 +636,7 @@ def fp32_share(agent, optimizer, normalizer, batch):
 
 @torch.no_grad()
 def evaluate(agent, normalizer, args, episodes, record=False):
-    """Returns and lengths (episodes,) of the mean action, each episode from its own seed, with the normalisation frozen."""
+    """Returns (NaN if an observation is not finite) and lengths (episodes,) of the mean action; one seed each, no learning."""
     agent, envs = copy.deepcopy(agent).cpu(), make_envs(args, episodes, record)
     obs = np.stack([env.reset(seed=args.seed + 10_000 + i)[0] for i, env in enumerate(envs)])
     returns, lengths, running = np.zeros(episodes), np.zeros(episodes, int), list(range(episodes))
