@@ -7,7 +7,11 @@ E5M10 to E5M5: five exponent bits, as FP16 has, and 10 to 5 mantissa bits, emula
 seeds and 100,352 steps. E5M10 is FP16. In the paper E5M9 still learns, E5M8 and E5M7 return less and vary more between seeds,
 E5M6 and E5M5 learn little.
 
-    python studies/precision_boundary.py --workers 2      # about 5 hours of one core, one of them for E5M10 to E5M5
+Beyond the paper, the same with SHARP's root second moment w in FP32. Where gradients vanish w decays by 5e-4 of itself a step,
+and half the spacing of a format is 2^-(bits + 2) to 2^-(bits + 1) of a number: at most 4.9e-4 with FP16's 10 mantissa bits, so
+that w shrinks, and at least that with 9, so that it stays where it is. If that is what ends the learning, these learn.
+
+    python studies/precision_boundary.py --workers 2      # about 5.5 hours of one core, one of them for E5M10 to E5M5
     python studies/precision_boundary.py --report
 """
 
@@ -20,6 +24,7 @@ from learning import ENV_IDS
 from runner import RESULTS, Options, Run, load, markdown, mean_and_range, run_study
 
 BITS = (10, 9, 8, 7, 6, 5)
+ROOTS = {"": (), ", w in FP32": ("--fp32-root",)}  # of SHARP's root second moment, what follows a format's name, and the flags
 PAPER = {
     "E5M9": "learns",
     "E5M8": "returns less, varies more",
@@ -38,10 +43,11 @@ class Args(Options):
 
 
 def make_runs(args):
-    """E5M10 to E5M5 first, which are short; each part seed by seed."""
+    """E5M10 to E5M5 first, which are short, then these with w in FP32; each part seed by seed."""
     length = ("--total-timesteps", str(args.emulated_timesteps), "--eval-every", "5")
     emulated = [
-        Run(f"E5M{bits}", "studies/patched.py", ("--mantissa-bits", str(bits), *length), "HalfCheetah-v5", seed)
+        Run(f"E5M{bits}{name}", "studies/patched.py", ("--mantissa-bits", str(bits), *flags, *length), "HalfCheetah-v5", seed)
+        for name, flags in ROOTS.items()
         for seed in args.seeds[:2]
         for bits in BITS
     ]
@@ -59,7 +65,8 @@ def load_with_learning(results=RESULTS):
 def table(evaluations, runs):
     """Two tables: Native-BF16 against PPO-FP16 on the seeds of a task that both have finished; E5M10 to E5M5."""
     curves = evaluations.groupby(["env_id", "seed", "method"], sort=False)[["global_step", "mean_return"]]
-    aucs = curves.apply(return_auc).unstack().reindex(columns=["PPO-FP16", "Native-BF16", *(f"E5M{bits}" for bits in BITS)])
+    formats = [f"E5M{bits}{root}" for root in ROOTS for bits in BITS]
+    aucs = curves.apply(return_auc).unstack().reindex(columns=["PPO-FP16", "Native-BF16", *formats])
     rows = []
     for env_id, pairs in aucs[["PPO-FP16", "Native-BF16"]].dropna().groupby("env_id", sort=False):
         kept = f"{100 * pairs['Native-BF16'].mean() / pairs['PPO-FP16'].mean():.1f}%"
@@ -67,11 +74,9 @@ def table(evaluations, runs):
     columns = ["task", "seeds", "return AUC of PPO-FP16", "return AUC of Native-BF16", "kept (paper: 10.7 to 79.6%)"]
     native = markdown(columns, rows)
     rows = []
-    for bits in BITS:
-        of_format = evaluations[evaluations.method == f"E5M{bits}"]
-        final = of_format.groupby("seed").mean_return.last()
-        cells = len(final), mean_and_range(aucs[f"E5M{bits}"].dropna()), mean_and_range(final)
-        rows.append([f"E5M{bits}", *cells, PAPER.get(f"E5M{bits}", "")])
+    for name in formats:
+        final = evaluations[evaluations.method == name].groupby("seed").mean_return.last()
+        rows.append([name, len(final), mean_and_range(aucs[name].dropna()), mean_and_range(final), PAPER.get(name, "")])
     return native + "\n\n" + markdown(["format", "seeds", "return AUC", "last return", "paper"], rows)
 
 

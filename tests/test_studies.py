@@ -166,6 +166,24 @@ def test_root_second_moment_of_bf16_decays_only_in_fp32(trainer, fp32):
     torch.testing.assert_close(state["root_exp_avg_sq"].double(), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize(("bits", "fp32", "decays"), [(10, False, True), (9, False, False), (5, False, False), (5, True, True)])
+def test_10_mantissa_bits_are_the_fewest_with_which_the_root_second_moment_decays(trainer, bits, fp32, decays):
+    """Half the spacing of a number with 10 bits is at most 4.9e-4 of it, with 9 at least that; w loses 5e-4 of itself a step."""
+    if fp32:
+        patched.keep_root_in_fp32()
+    patched.emulate(bits)
+    optimizer = trainer.make_optimizer(trainer.Agent(4, 2).half(), trainer.Args())
+    state = optimizer.state[optimizer.theta]
+    optimizer.theta.grad = 1 + torch.rand(optimizer.theta.shape, generator=torch.Generator().manual_seed(0)).half()
+    optimizer.step()
+    first = state["root_exp_avg_sq"].double()
+    optimizer.theta.grad = torch.zeros_like(optimizer.theta)
+    for _ in range(1000):
+        optimizer.step()
+    kept = state["root_exp_avg_sq"].double() / first
+    assert kept.max() < 0.75 if decays else kept.min() > 0.97
+
+
 def test_patched_trainings_run(trainer, tmp_path):
     _, plain = trained(small(tmp_path, dtype="bfloat16"))
     _, wide = trained(replace(small(tmp_path, dtype="bfloat16", fp32_root=True), run_name="wide"))
@@ -232,7 +250,8 @@ def test_studies_go_seed_by_seed_over_all_tasks():
     assert len(runs) == 8 * 3 * 5 and len({(run.method, run.env_id) for run in runs[:24]}) == 24
     runs = precision_boundary.make_runs(precision_boundary.Args())
     assert [run.method for run in runs[:6]] == [f"E5M{bits}" for bits in range(10, 4, -1)]
-    assert len(runs) == 6 * 2 + 6 * 5
+    assert [run.method for run in runs[12:14]] == ["E5M10, w in FP32", "E5M9, w in FP32"] and "--fp32-root" in runs[12].flags
+    assert len(runs) == 2 * 6 * 2 + 6 * 5
     runs = perturbation.make_runs(perturbation.Args())
     assert len(runs) == 16 and [run.trainer for run in runs[:4]] == [run.trainer for run in runs[4:8]]
 
@@ -298,9 +317,11 @@ def test_precision_boundary_table():
     curves |= {("Native-BF16", "Hopper-v5", seed): [0, 40, 80] for seed in (1, 2)}  # the third seed is not compared
     curves |= {("Native-BF16", "Swimmer-v5", 1): [0, 1, 2], ("FP32", "Swimmer-v5", 1): [0, 1, 2]}
     curves |= {("E5M9", "HalfCheetah-v5", seed): [0, seed, 4] for seed in (1, 3)}
+    curves |= {("E5M9, w in FP32", "HalfCheetah-v5", 1): [0, 8, 16]}
     rows = rows_of(precision_boundary.table(*results(curves)))
     assert rows["Hopper-v5", "2"] == ["Hopper-v5", "2", "150 (100 to 200)", "40 (40 to 40)", "26.7%"]
     assert rows["E5M9", "2"] == ["E5M9", "2", "2 (2 to 2)", "4 (4 to 4)", "learns"]
+    assert rows["E5M9, w in FP32", "1"][2:] == ["8", "16", ""]
     assert rows["E5M5", "0"][-1] == "learns little"
     assert ("Swimmer-v5", "1") not in rows
 
