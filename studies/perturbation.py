@@ -73,16 +73,8 @@ def table(evaluations, runs):
         seeds = return_aucs(evaluations, [method])[method]
         spread = deviation(aucs[method]), over(seeds), f"{rank[:, i].mean():.2f}"
         rows.append([method, len(aucs[method]), mean_and_range(aucs[method]), *spread, f"{rank[:, i].std():.2f}"])
-    columns = [
-        "method",
-        "copies",
-        "return AUC",
-        "its standard deviation over copies",
-        "over seeds",
-        "rank",
-        "its standard deviation",
-    ]
-    return markdown(columns, rows)
+    columns = ["method", "copies", "return AUC", "its standard deviation over copies", "over seeds"]
+    return markdown([*columns, "rank", "its standard deviation"], rows)
 
 
 if __name__ == "__main__":
