@@ -197,7 +197,7 @@ def build(name, start, problem, device, cuda_graph, compiled):
     call = update
     if cuda_graph and device == "cuda":
         group = optimizer.param_groups[0]
-        group["lr"], group["capturable"] = torch.tensor(group["lr"], device=device), True
+        group["lr"], group["capturable"] = torch.tensor(float(group["lr"]), device=device), True
         call = trainer.CudaGraph(update)
     return call, gradient, minibatch, optimizer, args
 

@@ -308,9 +308,8 @@ def sharp_update(theta, gradient, clip_coef, lr, betas, eps, layout, residual, r
     corrections = [-torch.expm1(step * math.log(beta)) for beta in betas]
     correction1, correction2 = torch.stack(corrections).unbind()  # a compiler would repeat for every element what is not stored
     m = beta1 * exp_avg.float() + (1 - beta1) * (clip_coef * gradient.float())
-    pieces = zip((w_hat / correction2.sqrt() + eps).split(roots), layout)
-    denominator = torch.cat([x[:, None].expand(shape).flatten() if shared else x for x, (shape, shared) in pieces])
-    u = (lr / correction1) * m / denominator
+    pieces = zip(((lr / correction1) * m).split(sizes), (w_hat / correction2.sqrt() + eps).split(roots), layout)
+    u = torch.cat([(x.view(shape) / d[:, None]).flatten() if shared else x / d for x, d, (shape, shared) in pieces])
 
     # theta <- Q(theta - u); where there is a residual it joins u, and keeps what Q did not take
     u[residual] += state["residual"]
@@ -419,7 +418,8 @@ def make_optimizer(agent, args):
         compensated=dict(residual=slice(0, len(theta)), residual_dtype=theta.dtype),
         stochastic=dict(rounding_seed=args.seed),
     )
-    optimizer = SHARP([theta], layout, lr=args.learning_rate, eps=eps, **writeback[args.writeback])
+    lr = torch.tensor(args.learning_rate, device=theta.device)  # made anew each step it would cost a twentieth of it
+    optimizer = SHARP([theta], layout, lr=lr, eps=eps, **writeback[args.writeback])
     if args.cuda_kernel:
         optimizer.update = SharpKernel(optimizer, args.max_grad_norm, args.loss_scale)
     return optimizer

@@ -210,6 +210,15 @@ def update_table():
     return markdown(columns.values(), rows)
 
 
+def sharp_table():
+    """The time of one step of the optimizers, from tests/bench_sharp.py: medians over the turns, and quartiles."""
+    turns, rows = pd.read_csv(os.path.join(RESULTS, "bench_sharp.csv")), []
+    for name in turns:
+        low, time, high = turns[name].quantile([0.25, 0.5, 0.75])
+        rows.append([name, f"{time:.0f} ({low:.0f} to {high:.0f})", f"{(turns[name] / turns.iloc[:, 0]).median():.2f}"])
+    return markdown(["optimizer", "microseconds a step", f"over {turns.columns[0]}"], rows)
+
+
 PAPER_SENSITIVITY = {  # the figures of section 4.1: naive, protected
     "log-ratio, mean absolute error": ("1.07e-3", "4.7e-5"),
     "large-gradient norms that are finite": ("0 of 24", "24 of 24"),
@@ -284,7 +293,7 @@ def main(argv=None):
     aucs = comparison.return_aucs(evaluations, list(METHODS))
     tables = {"learning": learning_table(evaluations, runs), "ranks": ranks_table(aucs), "against": against_table(aucs)}
     tables |= {"wins": wins_table(aucs), "sensitivity": sensitivity_table(), "speed": speed_table(), "soak": soak_table()}
-    tables["update"] = update_table()
+    tables |= {"update": update_table(), "sharp": sharp_table()}
     tables |= {study: study_table(study) for study in STUDIES}
     methods = dict(learning=METHODS, ablations=ablations.METHODS, writeback=writeback.ARMS)
     tables |= {f"{study}_numerics": numerics_table(study, methods[study]) for study in methods}
