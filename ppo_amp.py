@@ -248,11 +248,10 @@ def rollout(agent, envs, normalizer, next_obs, args):
     env_obs, env_rewards = torch.from_numpy(next_obs), torch.from_numpy(step_rewards)  # these share their memory
     final_obs, episodes = [], []  # final_obs: (step, env, observation) where the time limit cut an episode
 
-    for step, (obs_t, action_t, noise_t, reward_t) in enumerate(zip(obs, actions, noise, rewards)):
-        obs_t.copy_(env_obs)
-        means.append(actor.mean(obs_t))
-        torch.add(means[-1], noise_t, out=action_t)
-        for env, action in zip(envs, env_actions(action_t, action_space)):
+    for step in range(args.num_steps):
+        means.append(actor.mean(obs[step].copy_(env_obs)))
+        sampled = torch.add(means[-1], noise[step], out=actions[step])
+        for env, action in zip(envs, env_actions(sampled, action_space)):
             env.send(action)
         for i, env in enumerate(envs):
             next_ob, reward, terminated, truncated, info = env.receive()
@@ -264,7 +263,7 @@ def rollout(agent, envs, normalizer, next_obs, args):
                 dones[step, i] = True
             next_obs[i] = normalizer.observe(next_ob)
             step_rewards[i] = normalizer.reward(reward, terminated or truncated, i)
-        reward_t.copy_(env_rewards)
+        rewards[step].copy_(env_rewards)
 
     def value(obs):
         return agent.value(obs.to(device, dtype)).cpu()
