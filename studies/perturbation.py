@@ -14,11 +14,10 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import tyro
 from comparison import ranks, return_aucs
 from learning import METHODS
-from runner import RESULTS, Options, Run, load, markdown, mean_and_range, run_study
+from runner import Options, Run, load, markdown, mean_and_range, run_study
 
 ENV_ID = "HalfCheetah-v5"
 
@@ -43,19 +42,13 @@ def make_runs(args):
     ]
 
 
-def load_with_learning(results=RESULTS):
-    """The evaluations of the study and, of its task, of the learning study; and the study's runs: what `table` takes."""
-    evaluations, runs = load("perturbation", results)
-    learning, _ = load("learning", results)
-    return pd.concat([evaluations, learning[learning.env_id == ENV_ID]]), runs
-
-
 def table(evaluations, runs):
     """The return AUC of the copies of every method, its spread over them and over seeds, and the ranks that the copies can have.
 
     The rank is that among the four methods, over all choices of one copy of each; of methods that do not differ at all it
     would be 2.5, with a standard deviation of 1.12.
     """
+    evaluations = evaluations[evaluations.env_id == ENV_ID]  # the learning study's are of other tasks too
     copies = {method: sorted({name for name in runs.method if name.startswith(f"{method}, ")}) for method in METHODS}
     if not all(copies.values()):
         return "not a copy of every method yet"
@@ -70,7 +63,7 @@ def table(evaluations, runs):
 
     rows = []
     for i, method in enumerate(METHODS):
-        seeds = return_aucs(evaluations, [method])[method]
+        seeds = return_aucs(evaluations, [method])[method] if method in set(evaluations.method) else ()
         spread = deviation(aucs[method]), over(seeds), f"{rank[:, i].mean():.2f}"
         rows.append([method, len(aucs[method]), mean_and_range(aucs[method]), *spread, f"{rank[:, i].std():.2f}"])
     columns = ["method", "copies", "return AUC", "its standard deviation over copies", "over seeds"]
@@ -80,6 +73,6 @@ def table(evaluations, runs):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.report:
-        print(table(*load_with_learning(args.results)))
+        print(table(*load("perturbation", args.results)))
     else:
         run_study("perturbation", make_runs(args), args.workers, args.ray_address, args.results)

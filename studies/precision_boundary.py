@@ -1,7 +1,8 @@
 """Precision boundary (paper, section 4.5): PPO-FP16 with BF16 for FP16, and with fewer mantissa bits than FP16 has.
 
 Native-BF16: PPO-FP16 with BF16 in place of FP16, its three modules as they are, on the tasks and seeds of learning.py, with whose
-PPO-FP16 it is compared. In the paper it keeps 10.7 to 79.6% of the return AUC.
+PPO-FP16 it is compared. In the paper it keeps 10.7 to 79.6% of the return AUC. On the tasks of writeback.py it is trained there,
+as "BF16, log_std".
 
 E5M10 to E5M5: five exponent bits, as FP16 has, and 10 to 5 mantissa bits, emulated by patched.py, on HalfCheetah-v5 with two
 seeds and 100,352 steps. E5M10 is FP16. In the paper E5M9 still learns, E5M8 and E5M7 return less and vary more between seeds,
@@ -11,17 +12,17 @@ Beyond the paper, the same with SHARP's root second moment w in FP32. Where grad
 and half the spacing of a format is 2^-(bits + 2) to 2^-(bits + 1) of a number: at most 4.9e-4 with FP16's 10 mantissa bits, so
 that w shrinks, and at least that with 9, so that it stays where it is. If that is what ends the learning, these learn.
 
-    python studies/precision_boundary.py --workers 2      # about 5.5 hours of one core, one of them for E5M10 to E5M5
+    python studies/precision_boundary.py --workers 2      # about 3.5 hours of one core, one of them for E5M10 to E5M5
     python studies/precision_boundary.py --report
 """
 
 from dataclasses import dataclass
 
-import pandas as pd
 import tyro
+import writeback
 from comparison import return_auc
 from learning import ENV_IDS
-from runner import RESULTS, Options, Run, load, markdown, mean_and_range, run_study
+from runner import Options, Run, load, markdown, mean_and_range, run_study
 
 BITS = (10, 9, 8, 7, 6, 5)
 ROOTS = {"": (), ", w in FP32": ("--fp32-root",)}  # of SHARP's root second moment, what follows a format's name, and the flags
@@ -36,7 +37,7 @@ PAPER = {
 
 @dataclass
 class Args(Options):
-    env_ids: tuple[str, ...] = ENV_IDS  # tasks of Native-BF16; leave the list empty for E5M10 to E5M5 only
+    env_ids: tuple[str, ...] = tuple(env_id for env_id in ENV_IDS if env_id not in writeback.ENV_IDS)  # tasks of Native-BF16
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # seeds of Native-BF16; the first two are those of E5M10 to E5M5
     total_timesteps: int = 512_000  # environment steps of each run of Native-BF16
     emulated_timesteps: int = 100_352  # environment steps of each run of E5M10 to E5M5
@@ -53,13 +54,6 @@ def make_runs(args):
     ]
     flags = ("--dtype", "bfloat16", "--total-timesteps", str(args.total_timesteps))
     return emulated + [Run("Native-BF16", "ppo_fp16.py", flags, env_id, seed) for seed in args.seeds for env_id in args.env_ids]
-
-
-def load_with_learning(results=RESULTS):
-    """The evaluations of the study and of PPO-FP16 from the learning study, and the study's runs: what `table` takes."""
-    evaluations, runs = load("precision_boundary", results)
-    learning, _ = load("learning", results)
-    return pd.concat([evaluations, learning[learning.method == "PPO-FP16"]]), runs
 
 
 def table(evaluations, runs):
@@ -83,6 +77,6 @@ def table(evaluations, runs):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.report:
-        print(table(*load_with_learning(args.results)))
+        print(table(*load("precision_boundary", args.results)))
     else:
         run_study("precision_boundary", make_runs(args), args.workers, args.ray_address, args.results)

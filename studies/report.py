@@ -16,6 +16,7 @@ import ablations
 import comparison
 import numpy as np
 import pandas as pd
+import runner
 import writeback
 from comparison import estimate, return_auc
 from matplotlib.figure import Figure
@@ -34,19 +35,17 @@ STUDIES = (
 NO_RUNS = "no runs yet"
 
 
-def load(study):
-    """The evaluations and the runs of a study that are finished, as data frames in a fixed order."""
-    evaluations, runs = (pd.read_csv(os.path.join(RESULTS, f"{study}{part}.csv")) for part in ("", "_runs"))
-    evaluations = evaluations.merge(runs[["method", "env_id", "seed"]])
-    return evaluations.sort_values(["env_id", "method", "seed", "global_step"]), runs
+def load(study, part=""):
+    """`runner.load`, in a fixed order."""
+    rows, runs = runner.load(study, RESULTS, part)
+    return rows.sort_values(["env_id", "method", "seed", "global_step"]), runs
 
 
 def study_table(study):
     """The table that a study's own module makes, or a text while it has no runs."""
     if not os.path.exists(os.path.join(RESULTS, f"{study}_runs.csv")):
         return NO_RUNS
-    module = importlib.import_module(study)
-    return module.table(*(module.load_with_learning() if hasattr(module, "load_with_learning") else load(study)))
+    return importlib.import_module(study).table(*load(study))
 
 
 def learning_table(evaluations, runs):
@@ -150,10 +149,9 @@ def numerics_table(study, methods):
 
     Over the pairs of a task and a seed that all the methods have finished.
     """
-    path = os.path.join(RESULTS, f"{study}_numerics.csv")
-    if not os.path.exists(path):
+    if not os.path.exists(os.path.join(RESULTS, f"{study}_numerics.csv")):
         return NO_RUNS
-    numerics = pd.read_csv(path).sort_values(["env_id", "method", "seed", "global_step"])
+    numerics, _ = load(study, "_numerics")
     numerics = numerics[numerics.groupby(["env_id", "seed"]).method.transform("nunique") == len(methods)]
     if numerics.empty:
         return NO_RUNS

@@ -31,6 +31,12 @@ COLUMNS = {  # of the files of a study, by the ending of their names, in the ord
     "_runs": [*KEY, *"seconds median_sps skipped_from trainer flags device machine versions commit".split()],
 }
 
+BORROWED = {  # what a study has not trained itself: the name that it goes by there, and the study and method that it is
+    "precision_boundary": {"PPO-FP16": ("learning", "PPO-FP16"), "Native-BF16": ("writeback", "BF16, log_std")},
+    "writeback": {"FP16, log_std": ("learning", "PPO-FP16")},
+    "perturbation": {method: ("learning", method) for method in ("FP32", "AMP-FP16", "AMP-BF16", "PPO-FP16")},
+}
+
 # Becomes the command it is given, and has the kernel kill it when the thread that started it ends. The parent is compared, for
 # it may have ended before prctl. (A preexec_fn would do the same, but may deadlock in a process that has threads.)
 LAUNCH = """
@@ -252,13 +258,23 @@ def run_study(study, runs, workers, ray_address=None, results=RESULTS):
         raise SystemExit(1)
 
 
-def load(study, results=RESULTS):
-    """The evaluations and the runs of a study that are finished, as data frames."""
+def load(study, results=RESULTS, part=""):
+    """The rows of a study's file (of COLUMNS, by the ending of its name) that finished runs have, and these runs: data frames.
+
+    Among the rows are those that the study has borrowed, where it has none of its own for the task and seed.
+    """
     path = os.path.join(results, f"{study}_runs.csv")
     if not os.path.exists(path):
         fail(f"--report: there is no {path} yet; run the study first, without --report")
     runs = pd.read_csv(path)
-    return pd.read_csv(os.path.join(results, f"{study}.csv")).merge(runs[KEY]), runs
+    rows = pd.read_csv(os.path.join(results, f"{study}{part}.csv")).merge(runs[KEY])
+    for name, (other, method) in BORROWED.get(study, {}).items():
+        if os.path.exists(os.path.join(results, f"{other}_runs.csv")):
+            others, _ = load(other, results, part)
+            others = others[others.method == method].assign(method=name)
+            own = pd.MultiIndex.from_frame(others[KEY]).isin(pd.MultiIndex.from_frame(rows[KEY]))
+            rows = pd.concat([rows, others[~own]])
+    return rows, runs
 
 
 def markdown(columns, rows):

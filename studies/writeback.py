@@ -3,11 +3,12 @@
 FP16 and BF16 with each --writeback of ppo_fp16.py: log_std, the paper's, which keeps the unwritten part of an update for log_std
 alone; compensated, which keeps it for every parameter, in 16 bits; stochastic, which rounds up or down at random, right on
 average. 512,000 steps on three tasks with five seeds. In the paper BF16 with the first keeps 10.7 to 79.6% of FP16's return AUC.
+FP16 with the first is the PPO-FP16 of learning.py, and trained there.
 
 Two arms more test another cause: SHARP's root second moment w. It decays by at most 5e-4 of itself in a step, less than half the
 spacing of BF16, which is 2^-9 of w or more: so in BF16 it never shrinks. They keep w in FP32 (by patched.py), and nothing else.
 
-    python studies/writeback.py --workers 2      # about 15 hours of one core
+    python studies/writeback.py --workers 2      # about 10 hours of one core
     python studies/writeback.py --report
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import tyro
 from comparison import return_auc
-from runner import Options, Run, load, markdown, mean_and_range, run_study
+from runner import BORROWED, Options, Run, load, markdown, mean_and_range, run_study
 
 ARMS = {
     f"{name}, {writeback}": ("ppo_fp16.py", ("--dtype", dtype, "--writeback", writeback))
@@ -26,22 +27,25 @@ ARMS = {
     for name, writeback in (("BF16, ", "log_std"), ("BF16, compensated, ", "compensated"))
 }
 
+ENV_IDS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
+
 
 @dataclass
 class Args(Options):
-    env_ids: tuple[str, ...] = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")  # tasks
+    env_ids: tuple[str, ...] = ENV_IDS  # tasks
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # seeds
     total_timesteps: int = 512_000  # environment steps of each run
 
 
 def make_runs(args):
-    """Seed by seed over all tasks and arms."""
+    """Seed by seed over all tasks and arms, without what learning.py trains."""
     length = ("--total-timesteps", str(args.total_timesteps))
     return [
         Run(arm, trainer, (*flags, *length), env_id, seed)
         for seed in args.seeds
         for env_id in args.env_ids
         for arm, (trainer, flags) in ARMS.items()
+        if arm not in BORROWED["writeback"] or args.total_timesteps != Args.total_timesteps
     ]
 
 
@@ -63,7 +67,8 @@ def table(evaluations, runs):
 
     Both are over the seeds that the two arms have finished.
     """
-    curves = evaluations.groupby(["env_id", "seed", "method"], sort=False)
+    own = evaluations[~evaluations.method.isin(BORROWED["writeback"])]  # the learning study has other tasks too
+    curves = evaluations[evaluations.env_id.isin(own.env_id)].groupby(["env_id", "seed", "method"], sort=False)
     aucs = curves[["global_step", "mean_return"]].apply(return_auc).unstack().reindex(columns=list(ARMS))
     final = curves.mean_return.last().unstack().reindex(columns=list(ARMS))
     rows = []
