@@ -10,6 +10,7 @@ import csv
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -237,6 +238,12 @@ def run_study(study, runs, workers, ray_address=None, results=RESULTS):
     failures = []
     # smoothing=0: the time left from the mean over all runs, since those that run side by side end side by side
     progress = tqdm(total=len(runs), initial=len(runs) - len(todo), desc=study, unit="run", smoothing=0, mininterval=0)
+
+    def interrupt(*_):  # without a wait for joblib's threads: the files are whole, and the trainings end with this process
+        os.write(2, b"\ninterrupted; the runs that have finished are kept, and the same command goes on from there\n")
+        os._exit(130)
+
+    handler = signal.signal(signal.SIGINT, interrupt)
     try:
         for run, outcome in attempts(todo, workers) if ray_address is None else ray_attempts(todo):
             if isinstance(outcome, Exception):
@@ -247,9 +254,8 @@ def run_study(study, runs, workers, ray_address=None, results=RESULTS):
                     rows[part] += outcome[part]
                     replace(path, COLUMNS[part], rows[part])
             progress.update()
-    except KeyboardInterrupt:
-        progress.write("interrupted; the runs that have finished are kept, and the same command goes on from there")
-        raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGINT, handler)
     progress.close()
     if failures:
         print(f"{len(failures)} of {len(runs)} runs failed:", file=sys.stderr)
