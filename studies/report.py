@@ -314,7 +314,7 @@ def main(argv=None):
     for name, (draw, data) in figures.items():
         path = os.path.join(RESULTS, name)
         if not args.check:
-            draw(data).savefig(path, dpi=110, metadata={"Software": None})
+            draw(data).savefig(path, dpi=100, metadata={"Software": None})
         elif not os.path.exists(path):
             stale.append(os.path.relpath(path, ROOT))
     if homeless := tables.keys() - placed:
