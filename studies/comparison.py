@@ -53,6 +53,13 @@ def mean_rank(scores, tasks):
     return ranks(scores).mean(-2)
 
 
+def friedman(mean_ranks, pairs):
+    """p-value of Friedman's test: the chance of mean ranks as far apart if methods do not differ. Ties are not corrected for."""
+    methods = len(mean_ranks)
+    spread = np.square(np.subtract(mean_ranks, (methods + 1) / 2)).sum()
+    return stats.chi2.sf(12 * pairs / (methods * (methods + 1)) * spread, methods - 1)
+
+
 def firsts(scores, tasks):
     """In how many pairs each method has the highest score, k methods that tie having 1/k each. Shape (..., methods)."""
     highest = scores == scores.max(-1, keepdims=True)

@@ -98,7 +98,7 @@ def over_pairs(aucs):
 
 
 def ranks_table(aucs):
-    """Rank by return AUC, firsts, and interquartile mean (IQM) of the normalized return AUC."""
+    """Rank by return AUC, firsts, and interquartile mean (IQM) of the normalized return AUC; and whether ranks are chance."""
     if aucs.empty:
         return NO_RUNS
     scores, normalized, tasks = scores_of(aucs)
@@ -109,7 +109,10 @@ def ranks_table(aucs):
         for i, (method, (mean, count)) in enumerate(PAPER_RANKS.items())
     ]
     columns = ["method", "mean rank", "firsts", "IQM of the normalized return AUC", "paper: mean rank", "paper: firsts"]
-    return f"{over_pairs(aucs)}\n\n{markdown(columns, rows)}"
+    here = comparison.friedman(rank[0], len(aucs))
+    paper = comparison.friedman([mean for mean, _ in PAPER_RANKS.values()], 30)
+    chance = f"Mean ranks as far apart come of equal methods with p = {here:.2f} (Friedman's test; the paper's: {paper:.2f})."
+    return f"{over_pairs(aucs)}\n\n{markdown(columns, rows)}\n\n{chance}"
 
 
 def against_table(aucs):

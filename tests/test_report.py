@@ -11,6 +11,7 @@ import types
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "studies"))
@@ -164,6 +165,14 @@ def test_estimate_is_deterministic():
     assert (first == second).all()
 
 
+def test_friedman_is_scipys():
+    scores = np.random.RandomState(0).randn(30, 4) + 0.2 * np.arange(4)
+    expected = stats.friedmanchisquare(*scores.T).pvalue
+    assert 0.001 < expected < 0.5
+    assert comparison.friedman(comparison.mean_rank(scores, None), 30) == pytest.approx(expected)
+    assert comparison.friedman([2.5] * 4, 30) == 1
+
+
 def rows_of(table):
     """{first cell: the others} of a Markdown table."""
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
@@ -184,6 +193,7 @@ def test_a_method_that_always_wins():
     assert (ours["mean rank"], ours["firsts"]) == ("1.00 (1.00 to 1.00)", "30 of 30")
     assert ours["IQM of the normalized return AUC"].startswith("0.98 (")  # 0.96 to 1.00, six times each
     assert rows_of(ranks)["FP32"]["mean rank"] == "4.00 (4.00 to 4.00)"
+    assert ranks.endswith("with p = 0.00 (Friedman's test; the paper's: 0.03).")
     for method, row in rows_of(report.against_table(aucs)).items():
         assert row["wins"] == "30 of 30"
         assert row["not inferior (above -0.05)"] == "yes"
